@@ -1,0 +1,1 @@
+"""Running a peer. torch and transformers live here only."""

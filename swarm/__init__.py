@@ -1,0 +1,1 @@
+"""What every participant shares. Never imports torch."""

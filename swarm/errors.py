@@ -1,0 +1,198 @@
+"""The whole error tree.
+
+    SwarmError
+    ├── UsageError               the caller asked for something impossible; nothing was sent
+    │   ├── PromptTooLong
+    │   ├── UnknownModel
+    │   └── AmbiguousModel
+    ├── ModelError               a model on disk or on the hub can't be served; nothing is advertised
+    │   ├── ModelNotFound
+    │   ├── UnsupportedModel
+    │   ├── BrokenModel          a file or tensor is missing, truncated or unreadable
+    │   └── GatedModel
+    ├── CapacityError            memory or disk is too small; nothing was allocated
+    │   └── CacheFull            a KV reservation is exhausted; KV unchanged
+    ├── OutOfStep                a step starts beyond the KV's length; KV unchanged
+    ├── Unreachable              nobody answers at an address
+    │   └── PortTaken
+    ├── IdentityError            a key file or a proved identity isn't what it has to be
+    ├── NoRoute                  no live chain covers the model; nothing was sent
+    ├── GenerationFailed         repairs were tried and ran out; the text so far is kept in it
+    ├── Refused                  the peer said no (full, draining, wrong model): re-plan, no blame
+    ├── PeerFailed               a peer is dead or stuck: re-route, counted locally
+    ├── LinkFailed               two peers can't reach each other: blames neither
+    ├── StepRejected             the same step failed on two peers: the request's own fault
+    └── RemoteError              what came from the network breaks the protocol
+        ├── VersionMismatch      costs the connection
+        ├── HandshakeError       costs the connection
+        ├── FramingError         costs the connection
+        ├── MessageError         costs the stream only
+        └── StreamClosed         the other side ended or reset this stream
+
+Three failures are never mixed: `PeerFailed`/`LinkFailed`, `Refused`, and our own bugs, which are
+ordinary exceptions (AssertionError, TypeError, ...) and propagate: never retried, never blamed on a peer.
+Every error keeps its facts as fields and says them, with the remedy, in its text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class SwarmError(Exception):
+    """Everything that this package raises on purpose."""
+
+
+class UsageError(SwarmError):
+    """The caller asked for something impossible. Nothing was sent."""
+
+
+class PromptTooLong(UsageError):
+    def __init__(self, tokens: int, context: int) -> None:
+        self.tokens, self.context = tokens, context
+        super().__init__(
+            f"the prompt has {tokens} tokens and this chain's context is {context}; "
+            f"shorten it by at least {tokens - context + 1} tokens"
+        )
+
+
+class UnknownModel(UsageError):
+    def __init__(self, model: str, known: Sequence[str]) -> None:
+        self.model, self.known = model, tuple(known)
+        there = f"this swarm serves {', '.join(known)}" if known else "this swarm serves no model yet"
+        super().__init__(f"no peer serves {model!r}; {there}")
+
+
+class AmbiguousModel(UsageError):
+    def __init__(self, choices: Sequence[str]) -> None:
+        self.choices = tuple(choices)
+        super().__init__(f"several models are live, name one with model=: {', '.join(choices)}")
+
+
+class ModelError(SwarmError):
+    """A model can't be served. Nothing was advertised."""
+
+
+class ModelNotFound(ModelError):
+    pass
+
+
+class UnsupportedModel(ModelError):
+    pass
+
+
+class BrokenModel(ModelError):
+    pass
+
+
+class GatedModel(ModelError):
+    pass
+
+
+class CapacityError(SwarmError):
+    """Memory or disk is too small. Nothing was allocated."""
+
+
+class CacheFull(CapacityError):
+    def __init__(self, wanted: int, reserved: int) -> None:
+        self.wanted, self.reserved = wanted, reserved
+        super().__init__(f"the step needs {wanted} KV positions, {reserved} are reserved; extend it first")
+
+
+class OutOfStep(SwarmError):
+    def __init__(self, position: int, length: int) -> None:
+        self.position, self.length = position, length
+        super().__init__(f"a step at position {position} would leave a hole: the KV holds {length}")
+
+
+class Unreachable(SwarmError):
+    def __init__(self, address: str, reason: str, remedy: str = "is a peer running there?") -> None:
+        self.address, self.reason = address, reason
+        super().__init__(f"nobody answers at {address} ({reason}); {remedy}")
+
+
+class PortTaken(Unreachable):
+    def __init__(self, host: str, port: int) -> None:
+        self.host, self.port = host, port
+        SwarmError.__init__(
+            self, f"port {port} on {host} is already taken; leave out --port to use the next free one"
+        )
+
+
+class IdentityError(SwarmError):
+    pass
+
+
+class NoRoute(SwarmError):
+    """No live chain covers the model. Nothing was sent."""
+
+    def __init__(self, model: str, gap: str, alive: int, known: int, remedy: str) -> None:
+        self.model, self.gap, self.alive, self.known = model, gap, alive, known
+        super().__init__(
+            f"no live peer serves layers {gap} of {model} ({alive} of {known} known peers alive); {remedy}"
+        )
+
+
+class GenerationFailed(SwarmError):
+    """Repairs ran out. `text` and `token_ids` hold what was generated until then."""
+
+    def __init__(self, reason: str, text: str = "", token_ids: Sequence[int] = ()) -> None:
+        self.reason, self.text, self.token_ids = reason, text, tuple(token_ids)
+        super().__init__(f"{reason} (after {len(token_ids)} tokens)")
+
+
+class Refused(SwarmError):
+    """The peer said no, at once and politely. `retry_after_s` is its own estimate, 0 if it has none."""
+
+    def __init__(self, peer: str, reason: str, retry_after_s: float = 0.0) -> None:
+        self.peer, self.reason, self.retry_after_s = peer, reason, retry_after_s
+        super().__init__(f"peer {peer[:8]} refused: {reason}")
+
+
+class PeerFailed(SwarmError):
+    def __init__(self, peer: str, reason: str) -> None:
+        self.peer, self.reason = peer, reason
+        super().__init__(f"peer {peer[:8]} failed: {reason}")
+
+
+class LinkFailed(SwarmError):
+    def __init__(self, a: str, b: str, reason: str) -> None:
+        self.a, self.b, self.reason = a, b, reason
+        super().__init__(f"the link {a[:8]} -> {b[:8]} failed: {reason}")
+
+
+class StepRejected(SwarmError):
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+        super().__init__(f"two peers rejected the same step, so the request is at fault: {reason}")
+
+
+class RemoteError(SwarmError):
+    """What came from the network breaks the protocol."""
+
+
+class VersionMismatch(RemoteError):
+    def __init__(self, ours: int, theirs: int) -> None:
+        self.ours, self.theirs = ours, theirs
+        older = "this program" if ours < theirs else "the other side"
+        super().__init__(f"protocol {ours} here, {theirs} there; update {older}")
+
+
+class HandshakeError(RemoteError):
+    pass
+
+
+class FramingError(RemoteError):
+    pass
+
+
+class MessageError(RemoteError):
+    pass
+
+
+class StreamClosed(RemoteError):
+    """`reason` is what the other side gave, or why the connection is gone."""
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+        super().__init__(f"stream closed: {reason}")

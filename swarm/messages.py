@@ -1,0 +1,511 @@
+"""Every message, one frozen dataclass each, validated on decode.
+
+A message is a small map (msgpack, see `wire.py`) and optional named tensors. Each field of a
+dataclass carries a codec, which says what may come from the network; what doesn't fit raises
+`MessageError` before the dataclass exists, so a core never sees a bad value. Unknown keys are
+ignored (a newer minor version may add some), unknown kinds raise `UnknownKind`.
+
+Which message opens which stream:
+
+    client -> hop       `Open` or `Prepare`, then that session's control both ways
+    hop -> next hop     `StepsLink`, then `Step`s
+    last hop -> first   `TokensLink`, then `Tokens`
+    peer <-> peer       `GossipHello`, then the registry's messages
+    anyone -> peer      `GetFiles` / `DialBack`, one question and one answer
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, TypeVar
+
+from routing.spans import Span
+from swarm.errors import MessageError
+from swarm.identity import PeerId, key_bytes, peer_id
+from swarm.tensors import RawTensor
+
+MAX_POSITION = 1 << 24   # longer than any context; keeps sums far from 2**63
+MAX_EPOCH = 1 << 32
+MAX_LAYERS = 1 << 12
+MAX_STOP_IDS = 256       # generation configs list a handful
+MAX_RECORD_BYTES = 1024  # descriptor and heartbeat together (protocol.md)
+MAX_TEXT = 512           # reasons and names, for people
+
+Wire = Any  # what msgpack can hold; never leaves this module and wire.py
+
+
+class UnknownKind(MessageError):
+    """Answered with `Unsupported`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Codec:
+    """How one field is written to a map and read back. `read` raises MessageError."""
+
+    write: Callable[[Any], Wire]
+    read: Callable[[Wire], Any]
+
+
+def _same(value: Wire) -> Wire:
+    return value
+
+
+def _check(good: bool, what: str, value: object) -> None:
+    if not good:
+        raise MessageError(f"expected {what}, got {str(value)[:80]!r}")
+
+
+def integer(low: int, high: int) -> Codec:
+    def read(value: Wire) -> int:
+        _check(type(value) is int and low <= value <= high, f"an integer from {low} to {high}", value)
+        return int(value)
+
+    return Codec(_same, read)
+
+
+def number(low: float, high: float) -> Codec:
+    def read(value: Wire) -> float:
+        good = type(value) in (int, float) and math.isfinite(value) and low <= value <= high
+        _check(good, f"a number from {low} to {high}", value)
+        return float(value)
+
+    return Codec(_same, read)
+
+
+def text(most: int = MAX_TEXT) -> Codec:
+    def read(value: Wire) -> str:
+        _check(isinstance(value, str) and len(value) <= most, f"text of at most {most} characters", value)
+        return str(value)
+
+    return Codec(lambda value: value[:most], read)
+
+
+def octets(least: int, most: int) -> Codec:
+    def read(value: Wire) -> bytes:
+        _check(isinstance(value, bytes) and least <= len(value) <= most, f"{least} to {most} bytes", value)
+        return bytes(value)
+
+    return Codec(_same, read)
+
+
+def list_of(item: Codec, most: int) -> Codec:
+    def read(value: Wire) -> tuple[Any, ...]:
+        _check(isinstance(value, list) and len(value) <= most, f"a list of at most {most}", value)
+        return tuple(item.read(one) for one in value)
+
+    return Codec(lambda values: [item.write(one) for one in values], read)
+
+
+def optional(inner: Codec) -> Codec:
+    return Codec(
+        lambda value: None if value is None else inner.write(value),
+        lambda value: None if value is None else inner.read(value),
+    )
+
+
+def one_of(*choices: str) -> Codec:
+    def read(value: Wire) -> str:
+        _check(value in choices, f"one of {choices}", value)
+        return str(value)
+
+    return Codec(_same, read)
+
+
+def _read_flag(value: Wire) -> bool:
+    _check(type(value) is bool, "true or false", value)
+    return bool(value)
+
+
+def _read_span(value: Wire) -> Span:
+    good = isinstance(value, list) and len(value) == 2 and all(type(v) is int for v in value)
+    _check(good and 0 <= value[0] < value[1] <= MAX_LAYERS, "a span [start, stop)", value)
+    return Span(*value)
+
+
+def _read_peer(value: Wire) -> PeerId:
+    _check(isinstance(value, bytes) and len(value) == 32, "a peer id of 32 bytes", value)
+    return peer_id(value)
+
+
+flag = Codec(_same, _read_flag)
+span = Codec(lambda value: [value.start, value.stop], _read_span)
+peer = Codec(key_bytes, _read_peer)
+epoch = integer(0, MAX_EPOCH)
+position = integer(0, MAX_POSITION)
+session_id = octets(16, 16)
+digest = octets(32, 32)
+seconds = number(0.0, 1e6)
+
+
+def nested(cls: type[Any]) -> Codec:
+    return Codec(lambda value: to_map(value), lambda value: from_map(cls, value))
+
+
+def of(codec: Codec, **default: Any) -> Any:
+    """A dataclass field that travels by `codec`."""
+    return field(metadata={"codec": codec}, **default)
+
+
+M = TypeVar("M")
+
+
+def to_map(message: Any) -> dict[str, Wire]:
+    """All fields that carry a codec, by name."""
+    return {
+        f.name: f.metadata["codec"].write(getattr(message, f.name))
+        for f in dataclasses.fields(message)
+        if "codec" in f.metadata
+    }
+
+
+def from_map(cls: type[M], values: Wire) -> M:
+    """Build `cls` from a map. Raises MessageError naming the field."""
+    if not isinstance(values, Mapping):
+        raise MessageError(f"{cls.__name__} should be a map, got {type(values).__name__}")
+    read: dict[str, Any] = {}
+    for f in dataclasses.fields(cls):  # type: ignore[arg-type]
+        if "codec" not in f.metadata:
+            continue
+        if f.name in values:
+            try:
+                read[f.name] = f.metadata["codec"].read(values[f.name])
+            except MessageError as error:
+                raise MessageError(f"{cls.__name__}.{f.name}: {error}") from None
+        elif f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING:
+            raise MessageError(f"{cls.__name__}.{f.name} is missing")
+    return cls(**read)
+
+
+@dataclass(frozen=True)
+class Message:
+    """Base of all messages. `kind` goes into the map; tensor fields are named in `TENSORS`."""
+
+    kind: ClassVar[str]
+    TENSORS: ClassVar[tuple[str, ...]] = ()
+
+
+REGISTERED: dict[str, type[Message]] = {}
+
+
+def message(kind: str) -> Callable[[type[M]], type[M]]:
+    """Class decorator: freeze the dataclass and register it under `kind`."""
+
+    def register(cls: type[M]) -> type[M]:
+        made = dataclass(frozen=True)(cls)
+        made.kind = kind  # type: ignore[attr-defined]
+        assert kind not in REGISTERED, kind
+        REGISTERED[kind] = made  # type: ignore[assignment]
+        return made
+
+    return register
+
+
+def encode(msg: Message) -> tuple[dict[str, Wire], dict[str, RawTensor]]:
+    """The map and the named tensors of a message, ready for `wire.pack`."""
+    if isinstance(msg, NamedTensors):
+        tensors = msg.tensors
+    else:
+        named = {name: getattr(msg, name) for name in msg.TENSORS}
+        tensors = {name: tensor for name, tensor in named.items() if tensor is not None}
+    return {"kind": msg.kind, **to_map(msg)}, tensors
+
+
+def decode(values: Mapping[str, Wire], tensors: Mapping[str, RawTensor]) -> Message:
+    """The reverse of `encode`. Raises MessageError, or UnknownKind for a kind that isn't ours."""
+    kind = values.get("kind")
+    cls = REGISTERED.get(kind) if isinstance(kind, str) else None
+    if cls is None:
+        raise UnknownKind(f"unknown kind of message {str(kind)[:40]!r}")
+    made = from_map(cls, values)
+    for name in cls.TENSORS:
+        object.__setattr__(made, name, tensors.get(name))
+    if isinstance(made, NamedTensors):
+        object.__setattr__(made, "tensors", dict(tensors))
+    check = getattr(made, "check", None)
+    if check is not None:
+        check()
+    return made
+
+
+@dataclass(frozen=True)
+class NamedTensors(Message):
+    """A message that carries whatever tensors the step has, by name."""
+
+    tensors: dict[str, RawTensor] = field(default_factory=dict)
+
+
+
+# ---------------------------------------------------------------- a session's control
+
+
+@dataclass(frozen=True, slots=True)
+class HopRef:
+    """Another hop of the chain: who, from which layer, and its signed descriptor (the bytes)."""
+
+    peer: PeerId = of(peer)
+    start: int = of(integer(0, MAX_LAYERS))
+    descriptor: bytes = of(octets(0, MAX_RECORD_BYTES))
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How the last hop turns logits into an id. temperature 0 is greedy; top_k 0 and top_p 1 are off."""
+
+    temperature: float = of(number(0.0, 100.0), default=0.0)
+    top_k: int = of(integer(0, MAX_POSITION), default=0)
+    top_p: float = of(number(0.0, 1.0), default=1.0)
+    seed: int = of(integer(0, (1 << 63) - 1), default=0)
+
+
+@dataclass(frozen=True)
+class _Chained(Message):
+    """What `Open` and `Prepare` share: the hop's place in this epoch's chain.
+
+    previous is None on the first hop, next on the last (which feeds `first`).
+    """
+
+    session: bytes = of(session_id)
+    epoch: int = of(epoch)
+    span: Span = of(span)
+    previous: HopRef | None = of(optional(nested(HopRef)))
+    next: HopRef | None = of(optional(nested(HopRef)))
+    first: HopRef = of(nested(HopRef))
+    last: HopRef = of(nested(HopRef))
+
+    @property
+    def is_first(self) -> bool:
+        return self.previous is None
+
+    @property
+    def is_last(self) -> bool:
+        return self.next is None
+
+
+@message("open")
+class Open(_Chained):
+    """Hold state for this session: `reserve` KV positions. Answered Opened, Refused."""
+
+    fingerprint: bytes = of(digest)
+    reserve: int = of(position)
+
+
+@message("prepare")
+class Prepare(_Chained):
+    """Stop the older epoch and say how far you are. Answered Prepared, Refused, Unknown."""
+
+
+@message("opened")
+class Opened(Message):
+    epoch: int = of(epoch)
+
+
+@message("prepared")
+class Prepared(Message):
+    """length: positions whose output is in the journal (last hop: positions finished)."""
+
+    epoch: int = of(epoch)
+    length: int = of(position)
+
+
+@message("refused")
+class RefusedMessage(Message):
+    epoch: int = of(epoch)
+    reason: str = of(text())
+    retry_after_s: float = of(seconds, default=0.0)
+
+
+@message("unknown")
+class Unknown(Message):
+    """Not held, or held with another sub-span: replace, no blame."""
+
+    epoch: int = of(epoch)
+
+
+@message("resume")
+class Resume(Message):
+    """Cut to `have`, owe the next hop `[next_has, resume_at)`, then steps of this epoch may come.
+
+    resume_at: r of protocol.md. ids (first and last hop): the client's ids from `ids_from` on,
+    int32 [n]. credit: first position that may not be sampled yet. limit: generation ends before
+    this position. sampling and stop_ids: last hop.
+    """
+
+    TENSORS: ClassVar[tuple[str, ...]] = ("ids",)
+    epoch: int = of(epoch)
+    have: int = of(position)
+    next_has: int = of(position)
+    resume_at: int = of(position)
+    ids_from: int = of(position, default=0)
+    credit: int = of(position, default=0)
+    limit: int = of(position, default=0)
+    stop_ids: tuple[int, ...] = of(list_of(position, MAX_STOP_IDS), default=())
+    sampling: Sampling | None = of(optional(nested(Sampling)), default=None)
+    ids: RawTensor | None = None
+
+
+@message("credit")
+class Credit(Message):
+    """Sample up to position `upto` (exclusive). I hold `have` ids: send again what comes after."""
+
+    epoch: int = of(epoch)
+    upto: int = of(position)
+    have: int = of(position)
+
+
+@message("where")
+class Where(Message):
+    epoch: int = of(epoch)
+
+
+@message("whereis")
+class WhereIs(Message):
+    """round, position: of the last step taken (-1: none yet). length: positions taken.
+    sent: positions handed to the next hop's link. waiting: that link isn't up."""
+
+    epoch: int = of(epoch)
+    resumed: bool = of(flag)
+    round: int = of(integer(-1, MAX_EPOCH))
+    length: int = of(position)
+    in_engine: bool = of(flag)
+    finished: int = of(position)
+    sent: int = of(position)
+
+
+@message("working")
+class Working(Message):
+    """Sent each second while a step is still in the engine; extends the deadline."""
+
+    epoch: int = of(epoch)
+    length: int = of(position)
+
+
+@message("renew")
+class Renew(Message):
+    """Keeps the reservation for another lease."""
+
+    epoch: int = of(epoch)
+
+
+@message("extend")
+class Extend(Message):
+    """Reserve up to `positions` in all. Answered Extended or Refused."""
+
+    epoch: int = of(epoch)
+    positions: int = of(position)
+
+
+@message("extended")
+class Extended(Message):
+    epoch: int = of(epoch)
+    positions: int = of(position)
+
+
+@message("close")
+class Close(Message):
+    """Frees at once. Never affects a newer epoch."""
+
+    epoch: int = of(epoch)
+
+
+@message("fault")
+class Fault(Message):
+    """A hop can't go on with this epoch. `what` says whose fault: the `link` to `other`, or the `step`."""
+
+    epoch: int = of(epoch)
+    what: str = of(one_of("link", "step"))
+    reason: str = of(text())
+    other: PeerId | None = of(optional(peer), default=None)
+
+
+@message("drain")
+class Draining(Message):
+    """A peer that wants to leave: repair this session elsewhere before `within_s` is over."""
+
+    epoch: int = of(epoch)
+    within_s: float = of(seconds)
+
+
+# ---------------------------------------------------------------- between hops
+
+
+@dataclass(frozen=True)
+class _Link(Message):
+    """First message of a stream between hops: which hop state it feeds, for one epoch only."""
+
+    client: PeerId = of(peer)
+    session: bytes = of(session_id)
+    start: int = of(integer(0, MAX_LAYERS))
+    epoch: int = of(epoch)
+
+
+@message("steps-link")
+class StepsLink(_Link):
+    """`Step`s follow. start: the receiving hop's start layer."""
+
+
+@message("tokens-link")
+class TokensLink(_Link):
+    """`Tokens` follow, from the last hop to the first. start: 0."""
+
+
+@message("step")
+class Step(NamedTensors):
+    """One pass of new positions. tensors: `hidden` [n, width]. round None: replay of what the
+    sender already had. sample: ends at the last known id, so the last hop samples."""
+
+    epoch: int = of(epoch, default=0)
+    round: int | None = of(optional(integer(0, MAX_EPOCH)), default=None)
+    position: int = of(position, default=0)
+    sample: bool = of(flag, default=False)
+
+
+@message("tokens")
+class Tokens(Message):
+    """ids for positions from `first_position` on. finish: set with the last id of the generation."""
+
+    TENSORS: ClassVar[tuple[str, ...]] = ("ids",)
+    epoch: int = of(epoch)
+    first_position: int = of(position)
+    finish: str | None = of(optional(one_of("stop", "length")), default=None)
+    ids: RawTensor | None = None
+
+    def check(self) -> None:
+        if self.ids is None or self.ids.dtype != "int32" or len(self.ids.shape) != 1:
+            raise MessageError("Tokens needs ids, int32 [n]")
+
+
+# ---------------------------------------------------------------- questions to any peer
+
+
+@message("get-files")
+class GetFiles(Message):
+    """The tokenizer, chat template and generation config that a descriptor's hash stands for."""
+
+    tokenizer_hash: bytes = of(digest)
+
+
+@message("files")
+class Files(NamedTensors):
+    """tensors: file name -> its bytes, uint8 [n]."""
+
+
+@message("dial-back")
+class DialBack(Message):
+    """Please dial these addresses of mine and say which of them reach me."""
+
+    addresses: tuple[str, ...] = of(list_of(text(), 8))
+
+
+@message("dialled-back")
+class DialledBack(Message):
+    reached: tuple[str, ...] = of(list_of(text(), 8))
+
+
+@message("unsupported")
+class Unsupported(Message):
+    """The answer to a kind that isn't known here."""
+
+    what: str = of(text(80))
