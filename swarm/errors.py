@@ -27,6 +27,7 @@
         ├── HandshakeError       costs the connection
         ├── FramingError         costs the connection
         ├── MessageError         costs the stream only
+        ├── TemplateFailed       the model's chat template is broken or reached a limit; nothing was sent
         └── StreamClosed         the other side ended or reset this stream
 
 Three failures are never mixed: `PeerFailed`/`LinkFailed`, `Refused`, and our own bugs, which are
@@ -188,6 +189,14 @@ class FramingError(RemoteError):
 
 class MessageError(RemoteError):
     pass
+
+
+class TemplateFailed(RemoteError):
+    """The chat template that came with the model is at fault. Nothing was sent."""
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+        super().__init__(f"the model's chat template failed: {reason}; a raw prompt works without it")
 
 
 class StreamClosed(RemoteError):
