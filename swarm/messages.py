@@ -509,3 +509,83 @@ class Unsupported(Message):
     """The answer to a kind that isn't known here."""
 
     what: str = of(text(80))
+
+
+# ---------------------------------------------------------------- the registry (registry.py)
+
+RECORD_ID_BYTES = 8    # first bytes of a head's SHA-256: one wrong pair in 2**32 records held
+MAX_IDS = 1000         # per list; two lists of 8-byte identifiers just fit a message
+MAX_TOLD = 128         # records in one delta; its 16 KiB are full long before
+MAX_BUCKETS = 512      # of a digest, 8 bytes each
+
+
+def packed(size: int, most: int) -> Codec:
+    """Many values of `size` bytes as one string: one item for the limits of `wire.py`."""
+
+    def read(value: Wire) -> tuple[bytes, ...]:
+        good = isinstance(value, bytes) and len(value) % size == 0 and len(value) <= size * most
+        _check(good, f"at most {most} values of {size} bytes", value)
+        return tuple(bytes(value[at : at + size]) for at in range(0, len(value), size))
+
+    return Codec(b"".join, read)
+
+
+_record_ids = packed(RECORD_ID_BYTES, MAX_IDS)
+_signed = octets(64, MAX_RECORD_BYTES)
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """head: a signed heartbeat or leave, `age_s` seconds after it was issued, as the sender counts.
+    descriptor: the signed bytes that the heartbeat names, where the receiver may lack them."""
+
+    head: bytes = of(_signed)
+    age_s: float = of(seconds)
+    descriptor: bytes | None = of(optional(_signed), default=None)
+
+
+@message("gossip-hello")
+class GossipHello(Message):
+    """Opens a neighbourhood between peers. snapshot: first tell me all, in Deltas up to `complete`."""
+
+    snapshot: bool = of(flag)
+
+
+@message("subscribe")
+class Subscribe(Message):
+    """A client asks for a snapshot and then for what changes, of one model or of all."""
+
+    fingerprint: bytes | None = of(optional(digest), default=None)
+
+
+@message("offer")
+class Offer(Message):
+    """Identifiers of heads that are new here. changes: more than a renewal, so ask for all of it."""
+
+    renewals: tuple[bytes, ...] = of(_record_ids)
+    changes: tuple[bytes, ...] = of(_record_ids)
+
+
+@message("ask")
+class Ask(Message):
+    """Tell me these heads. full: with their descriptors."""
+
+    heads: tuple[bytes, ...] = of(_record_ids)
+    full: tuple[bytes, ...] = of(_record_ids)
+
+
+@message("delta")
+class Delta(Message):
+    """complete: the last part of a snapshot."""
+
+    records: tuple[Told, ...] = of(list_of(nested(Told), MAX_TOLD))
+    complete: bool = of(flag, default=False)
+
+
+@message("digest")
+class Digest(Message):
+    """One sum per bucket of peers over what is alive here; renewals don't change it. Where it
+    differs the receiver offers what it has, and answers with its own, so that the sender does too."""
+
+    sums: tuple[bytes, ...] = of(packed(8, MAX_BUCKETS))
+    answer: bool = of(flag, default=False)
