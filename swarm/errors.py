@@ -22,9 +22,11 @@
     ├── PeerFailed               a peer is dead or stuck: re-route, counted locally
     ├── LinkFailed               two peers can't reach each other: blames neither
     ├── StepRejected             the same step failed on two peers: the request's own fault
+    ├── SendQueueFull            a stream's other side takes nothing; the message wasn't queued
     └── RemoteError              what came from the network breaks the protocol
         ├── VersionMismatch      costs the connection
         ├── HandshakeError       costs the connection
+        │   └── StrangeProgram   the other side speaks another protocol: dropped without a word
         ├── FramingError         costs the connection
         ├── MessageError         costs the stream only
         ├── TemplateFailed       the model's chat template is broken or reached a limit; nothing was sent
@@ -168,6 +170,14 @@ class StepRejected(SwarmError):
         super().__init__(f"two peers rejected the same step, so the request is at fault: {reason}")
 
 
+class SendQueueFull(SwarmError):
+    """Too much is waiting on this stream already. The message was not queued."""
+
+    def __init__(self, queued: int, bound: int) -> None:
+        self.queued, self.bound = queued, bound
+        super().__init__(f"{queued} bytes wait on this stream, {bound} are allowed; await send() instead")
+
+
 class RemoteError(SwarmError):
     """What came from the network breaks the protocol."""
 
@@ -181,6 +191,10 @@ class VersionMismatch(RemoteError):
 
 class HandshakeError(RemoteError):
     pass
+
+
+class StrangeProgram(HandshakeError):
+    """Not LayerSwarm at all (a browser, a scanner). Nothing was sent to it."""
 
 
 class FramingError(RemoteError):
