@@ -20,7 +20,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar, dataclass_transform
 
 from routing.spans import Span
 from swarm.errors import MessageError
@@ -190,6 +190,7 @@ class Message:
 REGISTERED: dict[str, type[Message]] = {}
 
 
+@dataclass_transform(frozen_default=True)
 def message(kind: str) -> Callable[[type[M]], type[M]]:
     """Class decorator: freeze the dataclass and register it under `kind`."""
 
@@ -357,13 +358,17 @@ class Credit(Message):
 
 @message("where")
 class Where(Message):
+    """ask: a number of the client's, given back in the answer."""
+
     epoch: int = of(epoch)
+    ask: int = of(integer(0, MAX_EPOCH), default=0)
 
 
 @message("whereis")
 class WhereIs(Message):
-    """round, position: of the last step taken (-1: none yet). length: positions taken.
-    sent: positions handed to the next hop's link. waiting: that link isn't up."""
+    """epoch: the hop's own. round: of the last step taken (-1: none yet). known: ids held (first and
+    last hop). length: positions taken. finished: positions computed. sent: positions handed to the
+    next hop's link (last hop: ids handed to the first). waiting: that link isn't up."""
 
     epoch: int = of(epoch)
     resumed: bool = of(flag)
@@ -372,6 +377,9 @@ class WhereIs(Message):
     in_engine: bool = of(flag)
     finished: int = of(position)
     sent: int = of(position)
+    known: int = of(position, default=0)
+    waiting: bool = of(flag, default=False)
+    ask: int = of(integer(0, MAX_EPOCH), default=0)
 
 
 @message("working")

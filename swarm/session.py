@@ -1,0 +1,1010 @@
+"""CORE: a client's view of one generation: ids so far, the chain that makes them, its repair.
+
+Theory of operation (protocol.md, "A session is a series of epochs", "Deadlines and blame")
+    The ids are the one truth. Opening, repairing and rewinding are the same act: plan a chain, start
+    the next epoch on it, and hear nothing of older ones any more.
+
+        phase      meaning                                   leaves for
+        new        nothing was sent                          opening, waiting, failed, cancelled
+        opening    Open / Prepare sent, answers awaited      resuming; opening or waiting on trouble
+        resuming   Resume sent, first token awaited          running, done; opening or waiting on trouble
+        running    tokens come round by round                done; opening or waiting on trouble
+        waiting    no plan now, or not yet: a pause          opening, failed, cancelled
+        done, failed, cancelled                              nothing: every hop was told to close
+
+    A repair is an `opening` that keeps hops. It begins with the first trouble and ends with the next
+    new token, however many epochs that takes; what bounds it is counted over the whole of it.
+
+Trouble, and what it costs (the three kinds are never mixed):
+    PeerFailed    its connection is gone, it doesn't answer, it is stuck: kept out of plans for a while
+    LinkFailed    two peers, both alive, can't reach each other: the same chain again, and only when
+                  the pair fails twice is the pair kept out
+    Refused       full or leaving: avoided for as long as it asked, never blamed
+    our own bugs  ordinary exceptions: they propagate
+
+Invariant: `ids` only ever grow at their end by what the last hop of the present epoch says, and are cut
+only by `rewind`; every state that a hop may hold of positions that were rewound is cut by the bound
+on where the ring resumes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Literal, NamedTuple, Protocol
+
+from routing.spans import Hop, Route
+from swarm.errors import (
+    GenerationFailed,
+    LinkFailed,
+    NoRoute,
+    PeerFailed,
+    Refused,
+    StepRejected,
+    SwarmError,
+    UsageError,
+)
+from swarm.identity import PeerId
+from swarm.messages import (
+    Close,
+    Credit,
+    Draining,
+    Fault,
+    HopRef,
+    Message,
+    Open,
+    Opened,
+    Prepare,
+    Prepared,
+    RefusedMessage,
+    Renew,
+    Resume,
+    Sampling,
+    Tokens,
+    Unknown,
+    Where,
+    WhereIs,
+    Working,
+)
+from swarm.tensors import ids_tensor, read_ids
+
+WORKING_STRETCH = 5  # a hop that says it still computes extends a deadline at most so many times
+SAMPLES_FOR_P99 = 20  # before that the plan's estimate counts (protocol.md)
+SAMPLES_KEPT = 100  # a p99 needs about as many; older ones describe another load
+ASK_AGAIN_S = 1.0  # a verdict needs two equal answers this far apart
+REFUSALS_IN_A_REPAIR = 3  # then everything is closed, or two clients wait for each other's room for ever
+QUICK_ATTEMPTS = 3  # epochs in one repair that start at once; the later ones wait
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 4.0  # doubling; long enough for a peer to restart
+
+
+@dataclass(frozen=True)
+class SessionConfig:
+    """What is generated, and how patiently.
+
+    session: 16 random bytes. prompt: at least one id. limit: generation ends before this position.
+    reserve: KV positions that every hop holds, at least `limit`.
+    credit_window: how far the swarm may run ahead of the reader. 64 is about a second at 60 tokens/s,
+    far above a round trip, and all that a client that vanished can cost.
+    renew_every_s: a sixth of the lease, so that a lost one doesn't matter.
+    chunk: positions of a prefill step, for the estimate of how long a replay takes.
+    min_deadline_s, deadline_factor: overdue = max(min, factor x p99).
+    where_patience_s: how long a living peer may take to answer the second `Where`.
+    exclusion_s: how long a failed peer or pair stays out of plans. refused_s: the same for a peer that
+    refused without saying for how long.
+    patience_s, min_attempts, max_attempts: a repair that made no token is given up after so long and
+    at least so many epochs, or after so many. no_route_patience_s: how long to wait for a peer that
+    would fill a gap which opened during the generation.
+    """
+
+    session: bytes
+    prompt: tuple[int, ...]
+    limit: int
+    fingerprint: bytes
+    reserve: int
+    sampling: Sampling = Sampling()
+    stop_ids: tuple[int, ...] = ()
+    credit_window: int = 64
+    renew_every_s: float = 5.0
+    chunk: int = 256
+    min_deadline_s: float = 2.0
+    deadline_factor: float = 4.0
+    where_patience_s: float = 2.0
+    exclusion_s: float = 60.0
+    refused_s: float = 5.0
+    patience_s: float = 60.0
+    min_attempts: int = 6
+    max_attempts: int = 40
+    no_route_patience_s: float = 30.0
+
+
+class HopKey(NamedTuple):
+    """One hop's state at one peer, and the stream to it."""
+
+    peer: PeerId
+    start: int
+
+
+class Chance(Protocol):
+    """The part of random.Random that is used."""
+
+    def random(self) -> float: ...
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRequest:
+    """kept: hops that hold this session's KV; a plan that uses them recomputes nothing there.
+    fresh: nothing is held and no chain ran before."""
+
+    kept: tuple[Hop, ...]
+    excluded_peers: frozenset[PeerId]
+    excluded_links: frozenset[tuple[PeerId, PeerId]]
+    fresh: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """descriptors: the signed bytes of at least the route's peers. step_s, chunk_s: expected seconds,
+    queues included, of a decode step (None: what the route says) and of a whole prefill chunk on the
+    whole chain. open_s: of an answer to Open, connecting included."""
+
+    route: Route
+    descriptors: Mapping[PeerId, bytes]
+    step_s: float | None = None
+    chunk_s: float = 1.0
+    open_s: float = 0.5
+
+
+Planner = Callable[[PlanRequest], Plan]
+
+
+# ------------------------------------------------------------------------------ effects
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    key: HopKey
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """The stream to this hop may be closed after what was sent. A later `Send` opens a new one."""
+
+    key: HopKey
+
+
+@dataclass(frozen=True, slots=True)
+class Grew:
+    """New ids at `first_position`. finish: they are the last."""
+
+    ids: tuple[int, ...]
+    first_position: int
+    finish: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class RepairStarted:
+    """A new chain is planned. at_token: ids known then, the prompt's included."""
+
+    reason: str
+    lost: tuple[PeerId, ...]
+    hops_before: tuple[Hop, ...]
+    hops_after: tuple[Hop, ...]
+    at_token: int
+
+
+@dataclass(frozen=True, slots=True)
+class Repaired:
+    """The first new token after trouble. stalled_s: since the trouble was noticed. epochs: tries."""
+
+    reason: str
+    lost: tuple[PeerId, ...]
+    hops_before: tuple[Hop, ...]
+    hops_after: tuple[Hop, ...]
+    at_token: int
+    stalled_s: float
+    epochs: int
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    error: SwarmError
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The last effect. finish: "stop", "length", "cancelled" or "failed"."""
+
+    finish: str
+
+
+Effect = Send | Release | Grew | RepairStarted | Repaired | Failed | Ended
+
+
+class Phase(Enum):
+    NEW = "new"
+    OPENING = "opening"
+    RESUMING = "resuming"
+    RUNNING = "running"
+    WAITING = "waiting"
+    DONE = "done"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+_TROUBLE = {Phase.OPENING, Phase.WAITING, Phase.FAILED, Phase.CANCELLED}
+TRANSITIONS: dict[Phase, set[Phase]] = {
+    Phase.NEW: _TROUBLE,
+    Phase.OPENING: _TROUBLE | {Phase.RESUMING},
+    Phase.RESUMING: _TROUBLE | {Phase.RUNNING, Phase.DONE},
+    Phase.RUNNING: _TROUBLE | {Phase.DONE},
+    Phase.WAITING: _TROUBLE,
+    Phase.DONE: set(),
+    Phase.FAILED: set(),
+    Phase.CANCELLED: set(),
+}
+OVER = {Phase.DONE, Phase.FAILED, Phase.CANCELLED}
+
+
+# ------------------------------------------------------------------------------ parts of the state
+
+
+class Timings:
+    """How long each kind of step took lately; may be shared by a client's sessions."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, deque[float]] = {}
+
+    def saw(self, kind: str, seconds: float) -> None:
+        self._seen.setdefault(kind, deque(maxlen=SAMPLES_KEPT)).append(seconds)
+
+    def p99(self, kind: str, estimate: float) -> float:
+        """In seconds; the estimate until enough were seen."""
+        seen = self._seen.get(kind, ())
+        if len(seen) < SAMPLES_FOR_P99:
+            return estimate
+        return sorted(seen)[min(len(seen) - 1, int(len(seen) * 0.99))]
+
+
+@dataclass
+class _Held:
+    """What the client knows of one hop. opened: it answered its latest `Open`."""
+
+    hop: Hop
+    opened: bool = False
+    answered: bool = False  # in the present epoch
+    length: int = 0
+
+
+@dataclass
+class _Repair:
+    """From the first trouble to the next new token."""
+
+    reason: str
+    since: float
+    hops_before: tuple[Hop, ...]
+    at_token: int
+    patient_since: float
+    lost: list[PeerId] = field(default_factory=list)
+    attempts: int = 0
+    refusals: int = 0
+    no_route_since: float | None = None
+    last_error: SwarmError | None = None
+
+
+@dataclass
+class _Inquiry:
+    """Something is overdue and every hop was asked where it is. ask: number of the first `Where`."""
+
+    ask: int
+    next_at: float
+    first: dict[HopKey, WhereIs] = field(default_factory=dict)
+    second: dict[HopKey, WhereIs] = field(default_factory=dict)
+    again: bool = False  # the second `Where` is out
+
+
+class Session:
+    """One generation. Call `start`, then feed it; `drain` after every call, wake it at `deadline`.
+
+    plan: makes a chain or raises NoRoute; called synchronously. rng: for the jitter of pauses.
+    """
+
+    def __init__(
+        self, config: SessionConfig, plan: Planner, rng: Chance, timings: Timings | None = None
+    ) -> None:
+        if not config.prompt:
+            raise UsageError("a generation needs at least one prompt token")
+        if not len(config.prompt) < config.limit <= config.reserve:
+            raise UsageError(
+                f"{len(config.prompt)} prompt tokens, limit {config.limit} and {config.reserve} reserved "
+                "positions leave nothing to generate"
+            )
+        self._config, self._plan, self._rng = config, plan, rng
+        self._timings = timings or Timings()
+        self._effects: deque[Effect] = deque()
+        self.phase = Phase.NEW
+        self._online = True
+        # the truth
+        self._ids = list(config.prompt)
+        self._rewound_to: int | None = None  # lowest, since the last token
+        self._read_upto = len(config.prompt)
+        # the epoch
+        self._epoch = 0
+        self._route: tuple[Hop, ...] = ()
+        self._plan_now: Plan | None = None
+        self._held: dict[HopKey, _Held] = {}
+        self._granted = 0
+        self._opened_at = 0.0
+        self._progress_at = 0.0  # last token or sign of progress
+        self._chunks = 0  # of the replay that the first token waits for
+        # clocks: None when not running
+        self._overdue_at: float | None = None
+        self._stretch_until = 0.0
+        self._wake_at: float | None = None
+        self._renew_at: float | None = None
+        self._asks = 0
+        self._inquiry: _Inquiry | None = None
+        self._figures: dict[HopKey, int] = {}  # what `Working` last said
+        # trouble
+        self._repair: _Repair | None = None
+        self._failed_peers: dict[PeerId, float] = {}  # until when
+        self._avoided: dict[PeerId, float] = {}
+        self._bad_links: dict[tuple[PeerId, PeerId], float] = {}
+        self._link_faults: dict[tuple[PeerId, PeerId], float] = {}  # failed once, at
+        self._stream_faults: dict[PeerId, float] = {}
+        self._rejected_by: set[PeerId] = set()
+        self._lost_offline: dict[HopKey, tuple[str, bool]] = {}
+
+    # ------------------------------------------------------------------------ seen from outside
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """The prompt and everything generated."""
+        return tuple(self._ids)
+
+    @property
+    def hops(self) -> tuple[Hop, ...]:
+        """The chain that is planned or running."""
+        return self._route
+
+    @property
+    def epoch(self) -> int:
+        return self._epoch
+
+    @property
+    def deadline(self) -> float | None:
+        if self.phase in OVER or not self._online:
+            return None
+        inquiry = None if self._inquiry is None else self._inquiry.next_at
+        times = [self._overdue_at, self._wake_at, self._renew_at, inquiry]
+        return min((at for at in times if at is not None), default=None)
+
+    def drain(self) -> list[Effect]:
+        effects = list(self._effects)
+        self._effects.clear()
+        return effects
+
+    # ------------------------------------------------------------------------ the caller
+
+    def start(self, now: float) -> None:
+        """Plan and open. Without a route at all: Failed(NoRoute), nothing was sent."""
+        assert self.phase is Phase.NEW, "a session starts once"
+        self._renew_at = now + self._config.renew_every_s
+        try:
+            plan = self._plan(PlanRequest((), frozenset(), frozenset(), True))
+        except NoRoute as error:
+            self._fail(error)
+            return
+        self._begin(plan, now)
+
+    def read(self, upto: int, now: float) -> None:
+        """The reader has taken the ids before position `upto`: the swarm may go on."""
+        self._read_upto = max(self._read_upto, min(upto, len(self._ids)))
+        wanted = self._read_upto + self._config.credit_window
+        if self.phase not in (Phase.RESUMING, Phase.RUNNING) or wanted <= self._granted:
+            return
+        blocked = len(self._ids) >= self._granted
+        if blocked or wanted - self._granted >= self._config.credit_window // 2:
+            self._granted = wanted
+            self._send_credit()
+            if blocked:
+                self._progress(now)
+
+    def cancel(self, now: float) -> None:
+        """Stop, and free what the hops hold."""
+        if self.phase not in OVER:
+            self._end(Phase.CANCELLED, "cancelled")
+
+    def rewind(self, position: int, new_ids: tuple[int, ...], now: float) -> None:
+        """Forget the ids from `position` on, put `new_ids` there, and go on from them."""
+        known = position + len(new_ids)
+        if self.phase in OVER:
+            raise UsageError("this generation is over")
+        if not 0 <= position <= len(self._ids) or not 1 <= known < self._config.limit:
+            raise UsageError(f"can't rewind to {position} and go on from {known} of {len(self._ids)}")
+        self._ids[position:] = new_ids
+        self._rewound_to = position if self._rewound_to is None else min(position, self._rewound_to)
+        self._read_upto = known
+        self._rejected_by.clear()
+        if self.phase is not Phase.NEW:
+            self._plan_again(now)
+
+    def online(self, is_online: bool, now: float) -> None:
+        """Offline, no deadline runs and nobody is blamed."""
+        if is_online == self._online or self.phase in OVER:
+            return
+        self._online = is_online
+        self._inquiry = None
+        if not is_online:
+            return
+        lost, self._lost_offline = self._lost_offline, {}
+        self._renew_at = now
+        if self._repair is not None:
+            self._repair.patient_since = now
+        if self.phase is Phase.WAITING:
+            self._wake_at = now
+        elif lost:
+            self._trouble(SwarmError("this client was offline"), now)
+        else:
+            self._arm_opening(now) if self.phase is Phase.OPENING else self._progress(now)
+            if self.phase in (Phase.RESUMING, Phase.RUNNING):
+                self._send_credit()
+
+    # ------------------------------------------------------------------------ planning an epoch
+
+    def _plan_again(self, now: float, patient: bool = False) -> None:
+        """Plan around what is known to be bad; failing that, as if nothing were.
+
+        patient: the pause that a plan with bad parts asks for is over.
+        """
+        if not self._online:
+            self._wait(None, now)
+            return
+        self._forget_old(now)
+        bad = frozenset(self._failed_peers) | frozenset(self._avoided)
+        links = frozenset(self._bad_links)
+        try:
+            self._begin(self._plan(self._request(bad, links)), now)
+            return
+        except NoRoute as error:
+            no_route = error
+        if not bad and not links:
+            self._no_route(no_route, now)
+            return
+        try:
+            plan = self._plan(self._request(frozenset(), frozenset()))
+        except NoRoute as error:
+            self._no_route(error, now)
+            return
+        if patient:
+            self._begin(plan, now)
+        else:
+            self._wait(self._pause_s(), now)
+
+    def _request(self, bad: frozenset[PeerId], links: frozenset[tuple[PeerId, PeerId]]) -> PlanRequest:
+        kept = tuple(held.hop for key, held in self._held.items() if key.peer not in bad)
+        return PlanRequest(kept, bad, links, False)
+
+    def _no_route(self, error: NoRoute, now: float) -> None:
+        """A gap that opened on the way may close again: the registry learns, peers come back."""
+        repair = self._repair
+        if repair is None:
+            repair = self._repair = self._new_repair(str(error), now)
+        repair.last_error = error
+        if repair.no_route_since is None:
+            repair.no_route_since = now
+        if now - repair.no_route_since >= self._config.no_route_patience_s:
+            self._fail(error)
+        else:
+            self._wait(self._pause_s(), now)
+
+    def _pause_s(self) -> float:
+        """Jittered and doubling, so that clients in trouble don't march in step."""
+        attempts = self._repair.attempts if self._repair is not None else 0
+        longest = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(max(0, attempts - 1), 10))
+        return longest * (0.5 + self._rng.random() / 2)
+
+    def _wait(self, pause_s: float | None, now: float) -> None:
+        self._enter(Phase.WAITING)
+        self._overdue_at = self._inquiry = None
+        self._wake_at = None if pause_s is None else now + pause_s
+
+    def _forget_old(self, now: float) -> None:
+        for table in (self._failed_peers, self._avoided):
+            for peer in [peer for peer, until in table.items() if until <= now]:
+                del table[peer]
+        for pair in [pair for pair, until in self._bad_links.items() if until <= now]:
+            del self._bad_links[pair]
+
+    # ------------------------------------------------------------------------ starting an epoch
+
+    def _begin(self, plan: Plan, now: float) -> None:
+        """Open what is new or never answered its Open, prepare the rest, close what is left over."""
+        self._enter(Phase.OPENING)
+        self._epoch += 1
+        self._plan_now, self._route = plan, plan.route.hops
+        self._inquiry = self._wake_at = None
+        self._opened_at = now
+        self._figures.clear()
+        self._say_repair()
+        chain = {HopKey(PeerId(hop.peer), hop.span.start): hop for hop in self._route}
+        for key in [key for key in self._held if key not in chain]:
+            self._close(key)
+        for index, (key, hop) in enumerate(chain.items()):
+            held = self._held.get(key)
+            if held is None or held.hop != hop:
+                held = self._held[key] = _Held(hop)
+            held.answered = False
+            if held.opened:
+                self._send(key, self._prepare_message(index))
+            else:
+                held.length = 0
+                self._send(key, self._open_message(index))
+        self._arm_opening(now)
+
+    def _prepare_message(self, index: int) -> Prepare:
+        assert self._plan_now is not None
+        descriptors = self._plan_now.descriptors
+        refs = [
+            HopRef(PeerId(hop.peer), hop.span.start, descriptors.get(PeerId(hop.peer), b""))
+            for hop in self._route
+        ]
+        return Prepare(
+            session=self._config.session,
+            epoch=self._epoch,
+            span=self._route[index].span,
+            previous=refs[index - 1] if index else None,
+            next=refs[index + 1] if index + 1 < len(refs) else None,
+            first=refs[0],
+            last=refs[-1],
+        )
+
+    def _open_message(self, index: int) -> Open:
+        place = self._prepare_message(index)
+        return Open(
+            session=place.session,
+            epoch=place.epoch,
+            span=place.span,
+            previous=place.previous,
+            next=place.next,
+            first=place.first,
+            last=place.last,
+            fingerprint=self._config.fingerprint,
+            reserve=self._config.reserve,
+        )
+
+    def _arm_opening(self, now: float) -> None:
+        assert self._plan_now is not None
+        self._arm(self._timings.p99("open", self._plan_now.open_s), now)
+
+    def _answered(self, key: HopKey, length: int, now: float) -> None:
+        if self.phase is not Phase.OPENING:
+            return
+        held = self._held[key]
+        held.answered, held.length = True, length
+        if all(self._held[key].answered for key in self._keys):
+            self._timings.saw("open", now - self._opened_at)
+            self._resume(now)
+
+    @property
+    def _keys(self) -> list[HopKey]:
+        return [HopKey(PeerId(hop.peer), hop.span.start) for hop in self._route]
+
+    def _resume(self, now: float) -> None:
+        """Everybody is prepared: cut all to what is sure, and let the ring start."""
+        self._enter(Phase.RESUMING)
+        self._inquiry = None
+        resume_at = len(self._ids) - 1
+        if self._rewound_to is not None:
+            resume_at = min(resume_at, self._rewound_to)
+        has = [min(self._held[key].length, resume_at) for key in self._keys]
+        self._granted = self._read_upto + self._config.credit_window
+        for index, key in enumerate(self._keys):
+            next_has = has[index + 1] if index + 1 < len(has) else resume_at
+            self._send(key, self._resume_message(index, has[index], next_has, resume_at))
+        chunk = self._config.chunk
+        self._chunks = -(-(resume_at - min(has)) // chunk) + -(-(len(self._ids) - resume_at) // chunk)
+        self._progress(now)
+
+    def _resume_message(self, index: int, have: int, next_has: int, resume_at: int) -> Resume:
+        resume = Resume(self._epoch, have, next_has, resume_at)
+        first, last = index == 0, index == len(self._route) - 1
+        if first or last:
+            # A hop knows the ids of every position that it finished, so it needs those from there on.
+            ids = ids_tensor(self._ids[have:])
+            resume = dataclasses.replace(resume, ids_from=have, ids=ids)
+        if last:
+            resume = dataclasses.replace(
+                resume,
+                credit=self._granted,
+                limit=self._config.limit,
+                stop_ids=self._config.stop_ids,
+                sampling=self._config.sampling,
+            )
+        return resume
+
+    # ------------------------------------------------------------------------ what hops say
+
+    def receive(self, key: HopKey, message: Message, now: float) -> None:
+        held = self._held.get(key)
+        if held is None or self.phase in OVER:
+            return
+        if isinstance(message, WhereIs):
+            self._where_is(key, message, now)
+        elif isinstance(message, Draining):
+            self._draining(key, message, now)
+        elif getattr(message, "epoch", None) == self._epoch and self.phase is not Phase.WAITING:
+            self._receive_now(key, held, message, now)
+
+    def _receive_now(self, key: HopKey, held: _Held, message: Message, now: float) -> None:
+        """A message of the present epoch."""
+        match message:
+            case Opened():
+                held.opened = True
+                self._answered(key, 0, now)
+            case Prepared():
+                if held.opened:
+                    self._answered(key, message.length, now)
+            case Tokens():
+                self._take_tokens(key, message, now)
+            case Working():
+                self._working(key, message, now)
+            case RefusedMessage():
+                self._refused(key, message, now)
+            case Unknown():
+                held.opened = False
+                self._trouble(SwarmError(f"peer {key.peer[:8]} no longer holds this session"), now)
+            case Fault():
+                self._fault(key, message, now)
+            case _:
+                pass  # a newer minor version's
+
+    def _take_tokens(self, key: HopKey, message: Tokens, now: float) -> None:
+        """Append at our own length only; ask again for what was missed."""
+        if self.phase not in (Phase.RESUMING, Phase.RUNNING) or key != self._keys[-1]:
+            return
+        known = len(self._ids)
+        if message.first_position > known:
+            self._send_credit()
+            return
+        assert message.ids is not None
+        ids = read_ids(message.ids)[known - message.first_position :][: self._config.limit - known]
+        if not ids:
+            return
+        self._ids += ids
+        self._rewound_to = None
+        self._rejected_by.clear()
+        self._note_time(now)
+        self._effects.append(Grew(tuple(ids), known, message.finish))
+        self._say_repaired(now)
+        if message.finish is not None:
+            self._end(Phase.DONE, message.finish)
+            return
+        self._enter(Phase.RUNNING)
+        self._progress(now)
+
+    def _note_time(self, now: float) -> None:
+        if self._inquiry is None and self._overdue_at is not None:
+            kind = "step" if self.phase is Phase.RUNNING else "chunk"
+            steps = 1 if kind == "step" else max(1, self._chunks)
+            self._timings.saw(kind, (now - self._progress_at) / steps)
+
+    def _send_credit(self) -> None:
+        self._send(self._keys[-1], Credit(self._epoch, self._granted, len(self._ids)))
+
+    # ------------------------------------------------------------------------ deadlines
+
+    def _arm(self, expected_s: float, now: float) -> None:
+        wait = max(self._config.min_deadline_s, self._config.deadline_factor * expected_s)
+        self._overdue_at = now + wait
+        self._stretch_until = now + wait * WORKING_STRETCH
+
+    def _progress(self, now: float) -> None:
+        """A token came, or the ring is shown to move: what is owed next is owed from now on."""
+        self._inquiry = None
+        self._progress_at = now
+        if self.phase not in (Phase.RESUMING, Phase.RUNNING) or len(self._ids) >= self._granted:
+            self._overdue_at = None  # nothing is owed
+            return
+        assert self._plan_now is not None
+        step_s = self._plan_now.step_s
+        step_s = self._timings.p99("step", self._plan_now.route.step_s if step_s is None else step_s)
+        chunks = self._chunks if self.phase is Phase.RESUMING else 0
+        self._arm(step_s + chunks * self._timings.p99("chunk", self._plan_now.chunk_s), now)
+
+    def _working(self, key: HopKey, message: Working, now: float) -> None:
+        """Slow is not dead: extend, and start over where the figure shows progress."""
+        if self.phase is Phase.OPENING or self._overdue_at is None:
+            return
+        if message.length > self._figures.get(key, -1):
+            self._figures[key] = message.length
+            self._stretch_until = max(self._stretch_until, now + (self._stretch_until - self._progress_at))
+            self._progress_at = now
+        wait = self._config.min_deadline_s
+        self._overdue_at = max(self._overdue_at, min(now + wait, self._stretch_until))
+
+    def tick(self, now: float) -> None:
+        if self.phase in OVER or not self._online:
+            return
+        if self._renew_at is not None and now >= self._renew_at:
+            self._renew_at = now + self._config.renew_every_s
+            for key in self._held:
+                self._send(key, Renew(self._epoch))
+        if self._wake_at is not None and now >= self._wake_at:
+            self._wake_at = None
+            self._plan_again(now, patient=True)
+        if self._inquiry is not None and now >= self._inquiry.next_at:
+            self._continue_inquiry(self._inquiry, now)
+        elif self._overdue_at is not None and now >= self._overdue_at:
+            self._overdue_at = None
+            self._start_inquiry(now)
+
+    # ------------------------------------------------------------------------ who is to blame
+
+    def _start_inquiry(self, now: float) -> None:
+        if self.phase in (Phase.RESUMING, Phase.RUNNING):
+            self._send_credit()  # perhaps only the token was lost
+        self._inquiry = _Inquiry(self._asks + 1, now + ASK_AGAIN_S)
+        self._ask()
+
+    def _ask(self) -> None:
+        self._asks += 1
+        for key in self._keys:
+            self._send(key, Where(self._epoch, self._asks))
+
+    def _where_is(self, key: HopKey, message: WhereIs, now: float) -> None:
+        inquiry = self._inquiry
+        if inquiry is None or key not in self._keys:
+            return
+        if message.ask == inquiry.ask:
+            inquiry.first[key] = message
+        elif message.ask == inquiry.ask + 1:
+            inquiry.second[key] = message
+            if len(inquiry.second) == len(self._keys):
+                self._judge(inquiry, now)
+
+    def _continue_inquiry(self, inquiry: _Inquiry, now: float) -> None:
+        if inquiry.again:
+            self._judge(inquiry, now)
+        else:
+            inquiry.again = True
+            inquiry.next_at = now + self._config.where_patience_s
+            self._ask()
+
+    def _judge(self, inquiry: _Inquiry, now: float) -> None:
+        self._inquiry = None
+        silent = [key for key in self._keys if key not in inquiry.first and key not in inquiry.second]
+        if silent:
+            for key in silent:
+                self._blame(key.peer, "it doesn't answer", now)
+            self._trouble(PeerFailed(silent[0].peer, "it doesn't answer"), now)
+            return
+        if any(self._moved(inquiry, key) for key in self._keys):
+            self._still_moving(now)
+            return
+        self._verdict([inquiry.second[key] for key in self._keys], now)
+
+    def _moved(self, inquiry: _Inquiry, key: HopKey) -> bool:
+        """Answers that aren't equal, or not both there: no verdict is possible yet."""
+        first, second = inquiry.first.get(key), inquiry.second.get(key)
+        return first is None or second is None or first != dataclasses.replace(second, ask=first.ask)
+
+    def _still_moving(self, now: float) -> None:
+        if self.phase is Phase.OPENING:
+            self._arm_opening(now)
+        else:
+            self._progress(now)
+
+    def _verdict(self, where: list[WhereIs], now: float) -> None:
+        """Nothing moved for a second. where: in the chain's order. First match wins."""
+        keys = self._keys
+        stale = [key for key, w in zip(keys, where, strict=True) if w.epoch != self._epoch]
+        if stale:
+            self._stream_fault(stale[0], "it never heard of this epoch", now)
+            return
+        stuck = [key for key, w in zip(keys, where, strict=True) if w.in_engine]
+        if stuck and self.phase is not Phase.OPENING:
+            self._blame(stuck[0].peer, "its engine is stuck", now)
+            self._trouble(PeerFailed(stuck[0].peer, "its engine is stuck"), now)
+            return
+        for index, w in enumerate(where):
+            after = (index + 1) % len(keys)
+            last = index == len(keys) - 1
+            arrived = where[after].known if last else where[after].length
+            if w.waiting or (w.resumed and w.sent > arrived):
+                self._link_fault(keys[index].peer, keys[after].peer, "nothing gets through", now)
+                return
+        deaf = [key for key, w in zip(keys, where, strict=True) if not w.resumed]
+        if deaf and self.phase is not Phase.OPENING:
+            self._stream_fault(deaf[0], "it never heard Resume", now)
+            return
+        for key, w in zip(keys, where, strict=True):
+            if w.length > w.finished:
+                self._blame(key.peer, "it took a step and doesn't run it", now)
+                self._trouble(PeerFailed(key.peer, "it took a step and doesn't run it"), now)
+                return
+        self._stream_fault(keys[-1], "its answers don't arrive", now)
+
+    def _blame(self, peer: PeerId, reason: str, now: float) -> None:
+        """Keep this peer out of plans for a while, and give up what it holds."""
+        self._failed_peers[peer] = now + self._config.exclusion_s
+        self._note_lost(peer, reason, now)
+        for key in [key for key in self._held if key.peer == peer]:
+            self._close(key)
+
+    def _link_fault(self, a: PeerId, b: PeerId, reason: str, now: float) -> None:
+        if self._within(self._link_faults.get((a, b)), now):
+            self._bad_links[a, b] = now + self._config.exclusion_s
+        self._link_faults[a, b] = now
+        self._trouble(LinkFailed(a, b, reason), now)
+
+    def _stream_fault(self, key: HopKey, reason: str, now: float) -> None:
+        """The stream to a hop failed though its peer lives: a fresh one, and blame only if that fails too."""
+        if self._within(self._stream_faults.get(key.peer), now):
+            self._blame(key.peer, reason, now)
+        self._stream_faults[key.peer] = now
+        self._effects.append(Release(key))
+        self._trouble(PeerFailed(key.peer, reason), now)
+
+    def _within(self, before: float | None, now: float) -> bool:
+        return before is not None and now - before < self._config.exclusion_s
+
+    # ------------------------------------------------------------------------ trouble
+
+    def lost(self, key: HopKey, reason: str, now: float, *, peer_gone: bool = True) -> None:
+        """The stream to a hop ended without our doing, or couldn't be made.
+
+        peer_gone: the connection to the peer is gone, not just this stream.
+        """
+        if key not in self._held or self.phase in OVER:
+            return
+        if not self._online:
+            self._lost_offline[key] = (reason, peer_gone)
+        elif peer_gone:
+            self._blame(key.peer, reason, now)
+            self._trouble_unless_waiting(PeerFailed(key.peer, reason), now)
+        elif self.phase is not Phase.WAITING:
+            self._stream_fault(key, reason, now)
+
+    def _trouble_unless_waiting(self, error: SwarmError, now: float) -> None:
+        if self.phase is not Phase.WAITING:
+            self._trouble(error, now)
+
+    def _draining(self, key: HopKey, message: Draining, now: float) -> None:
+        """A peer that leaves: repair away from it while it still serves, if somebody else can."""
+        if key.peer in self._avoided:
+            return
+        self._avoided[key.peer] = now + max(self._config.refused_s, message.within_s)
+        self._forget_old(now)
+        bad = frozenset(self._failed_peers) | frozenset(self._avoided)
+        try:
+            self._plan(self._request(bad, frozenset(self._bad_links)))
+        except NoRoute:
+            self._avoided[key.peer] = now + self._config.refused_s  # nobody yet: it may say so again
+            return
+        self._trouble_unless_waiting(Refused(key.peer, "it is leaving the swarm"), now)
+
+    def _refused(self, key: HopKey, message: RefusedMessage, now: float) -> None:
+        if self.phase is not Phase.OPENING:
+            return
+        error = Refused(key.peer, message.reason, message.retry_after_s)
+        pause = message.retry_after_s or self._config.refused_s
+        self._avoided[key.peer] = now + min(pause, self._config.exclusion_s)
+        del self._held[key]
+        self._effects.append(Release(key))
+        repair = self._repair
+        if repair is None:
+            repair = self._repair = self._new_repair(str(error), now)
+        repair.refusals += 1
+        if repair.refusals % REFUSALS_IN_A_REPAIR == 0:
+            self._start_over(error, now)
+        else:
+            self._trouble(error, now)
+
+    def _start_over(self, error: SwarmError, now: float) -> None:
+        """Hold nothing while waiting, so that whoever else waits can go on."""
+        for key in list(self._held):
+            self._close(key)
+        if not self._give_up(error, now):
+            self._wait(self._pause_s() + self._rng.random() * self._config.refused_s / 2, now)
+
+    def _fault(self, key: HopKey, message: Fault, now: float) -> None:
+        if message.what == "link":
+            other = message.other or key.peer
+            self._link_fault(key.peer, other, message.reason, now)
+            return
+        self._rejected_by.add(key.peer)
+        if len(self._rejected_by) >= 2:
+            self._fail(StepRejected(message.reason))
+            return
+        self._blame(key.peer, message.reason, now)
+        self._trouble(PeerFailed(key.peer, message.reason), now)
+
+    def _trouble(self, error: SwarmError, now: float) -> None:
+        """Give up this epoch and go on with the next, at once or after a pause."""
+        if self._give_up(error, now):
+            return
+        assert self._repair is not None
+        if self._repair.attempts > QUICK_ATTEMPTS:
+            self._wait(self._pause_s(), now)
+        else:
+            self._plan_again(now)
+
+    def _give_up(self, error: SwarmError, now: float) -> bool:
+        """Count this trouble; whether that was one too many."""
+        repair = self._repair
+        if repair is None:
+            repair = self._repair = self._new_repair(str(error), now)
+        repair.attempts += 1
+        repair.last_error = error
+        repair.no_route_since = None
+        late = now - repair.patient_since >= self._config.patience_s
+        if repair.attempts < self._config.max_attempts and not (
+            late and repair.attempts >= self._config.min_attempts
+        ):
+            return False
+        generated = self._ids[len(self._config.prompt) :]
+        tried = f"no chain made a token in {repair.attempts} attempts; the last one: {error}"
+        self._fail(GenerationFailed(tried, token_ids=generated))
+        return True
+
+    def _new_repair(self, reason: str, now: float) -> _Repair:
+        return _Repair(reason, now, self._route, len(self._ids), patient_since=now)
+
+    def _note_lost(self, peer: PeerId, reason: str, now: float) -> None:
+        if self._repair is None:
+            self._repair = self._new_repair(str(PeerFailed(peer, reason)), now)
+        if peer not in self._repair.lost:
+            self._repair.lost.append(peer)
+
+    def _say_repair(self) -> None:
+        repair = self._repair
+        if repair is not None:
+            self._effects.append(
+                RepairStarted(
+                    repair.reason, tuple(repair.lost), repair.hops_before, self._route, repair.at_token
+                )
+            )
+
+    def _say_repaired(self, now: float) -> None:
+        repair, self._repair = self._repair, None
+        if repair is not None:
+            self._effects.append(
+                Repaired(
+                    repair.reason,
+                    tuple(repair.lost),
+                    repair.hops_before,
+                    self._route,
+                    repair.at_token,
+                    now - repair.since,
+                    repair.attempts,
+                )
+            )
+
+    # ------------------------------------------------------------------------ ends
+
+    def _fail(self, error: SwarmError) -> None:
+        self._effects.append(Failed(error))
+        self._end(Phase.FAILED, "failed")
+
+    def _end(self, phase: Phase, finish: Literal["stop", "length", "cancelled", "failed"] | str) -> None:
+        self._enter(phase)
+        for key in list(self._held):
+            self._close(key)
+        self._overdue_at = self._wake_at = self._renew_at = self._inquiry = None
+        self._effects.append(Ended(finish))
+
+    def _close(self, key: HopKey) -> None:
+        del self._held[key]
+        self._send(key, Close(self._epoch))
+        self._effects.append(Release(key))
+
+    def _send(self, key: HopKey, message: Message) -> None:
+        self._effects.append(Send(key, message))
+
+    def _enter(self, phase: Phase) -> None:
+        assert phase in TRANSITIONS[self.phase] or phase is self.phase, (self.phase, phase)
+        self.phase = phase
