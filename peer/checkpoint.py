@@ -7,13 +7,20 @@ that spans can be priced before a byte of weights is downloaded. `peer.source` m
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+Progress = Callable[[str, int, int], None]
+"""Called with (what is being done, bytes done, bytes in all); all is 0 while it is not known."""
+
+
+def no_progress(what: str, done: int, total: int) -> None:
+    """The progress callback of callers that show none."""
 
 
 @dataclass(frozen=True, slots=True)

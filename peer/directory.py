@@ -1,0 +1,55 @@
+"""Model files in a directory of this machine. Everything is present, and nothing is ever written."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from peer.checkpoint import Progress, TensorSpec
+from peer.fingerprint import FileHashes
+from peer.layout import gguf_refused
+from peer.safetensors_header import read_header
+from swarm.errors import BrokenModel, ModelNotFound
+
+
+@dataclass(frozen=True)
+class DirectoryFiles:
+    label: str
+    directory: Path
+    sizes: Mapping[str, int]
+    hashes: FileHashes
+
+    def fetch(self, names: Iterable[str], progress: Progress) -> None:
+        for name in names:
+            self.local(name)
+
+    def local(self, name: str) -> Path:
+        path = self.directory / name
+        if name not in self.sizes or not path.is_file():
+            raise BrokenModel(f"{self.label} has no {name}; fetch that file into it")
+        return path
+
+    def sha256(self, name: str, progress: Progress) -> bytes:
+        return self.hashes.sha256(self.local(name), progress)
+
+    def headers(self, names: Collection[str], progress: Progress) -> dict[str, TensorSpec]:
+        return {
+            tensor: spec for name in names for tensor, spec in read_header(self.local(name), name).items()
+        }
+
+
+def open_directory(text: str, hashes: FileHashes) -> DirectoryFiles:
+    """The files of the directory that a person typed. Raises ModelError when it isn't one."""
+    directory = Path(text).expanduser()
+    if directory.is_dir():
+        try:
+            sizes = {entry.name: entry.stat().st_size for entry in directory.iterdir() if entry.is_file()}
+        except OSError as error:
+            raise ModelNotFound(f"{text} can't be read ({error.strerror}); check its permissions") from error
+        return DirectoryFiles(text, directory.resolve(), sizes, hashes)
+    if directory.suffix == ".gguf":
+        raise gguf_refused(text)
+    if directory.exists():
+        raise ModelNotFound(f"{text} is a file; name the directory that holds it, with its config.json")
+    raise ModelNotFound(f"no such directory: {text}; a model of the hub is written org/name, without ./ or ~")

@@ -1,0 +1,235 @@
+"""The Hugging Face layout of a model: which file plays which role, and what we refuse to serve.
+
+Invariant: everything here is decided from file names, sizes, small JSON files and safetensors headers, so
+that a model that can't be served is refused, with the reason and the remedy, before any weight is fetched.
+Where the files are (a directory, the hub) is the business of a `ModelFiles`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from peer.checkpoint import Progress, TensorSpec
+from peer.fingerprint import FileHash
+from swarm.errors import BrokenModel, ModelError, ModelNotFound, UnsupportedModel
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+CONFIG = "config.json"
+GENERATION = "generation_config.json"
+WEIGHTS = "model.safetensors"
+WEIGHTS_INDEX = "model.safetensors.index.json"
+TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    # what a tokenizer is made of where there is no tokenizer.json
+    "tokenizer.model",
+    "sentencepiece.bpe.model",
+    "spiece.model",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+)
+_PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+
+
+class ModelFiles(Protocol):
+    """The files at the root of one model."""
+
+    @property
+    def label(self) -> str:
+        """How a person named the model."""
+        ...
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        """Every file's name and bytes, present on this machine or not."""
+        ...
+
+    def fetch(self, names: Iterable[str], progress: Progress) -> None:
+        """Bring files to this machine. Raises ModelError, or CapacityError before anything is fetched."""
+        ...
+
+    def local(self, name: str) -> Path:
+        """Where a file lies that is already here. Raises BrokenModel when it isn't."""
+        ...
+
+    def sha256(self, name: str, progress: Progress) -> bytes:
+        """Of the file's content, without a download where the hub states it."""
+        ...
+
+    def headers(self, names: Collection[str], progress: Progress) -> dict[str, TensorSpec]:
+        """The tensors of weight files, without a download of their weights. Raises BrokenModel."""
+        ...
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What was found: names of files by role."""
+
+    weights: tuple[str, ...]
+    tokenizer: tuple[str, ...]
+    template: tuple[str, ...]
+    generation: tuple[str, ...]
+
+    @property
+    def small(self) -> tuple[str, ...]:
+        """Everything but the weights."""
+        return (CONFIG, *self.generation, *self.tokenizer, *self.template)
+
+    def hashes(self, files: ModelFiles, progress: Progress) -> list[FileHash]:
+        """The entries of the fingerprint."""
+        roles = {
+            "config": (CONFIG,),
+            "generation": self.generation,
+            "tokenizer": self.tokenizer,
+            "template": self.template,
+            "weights": self.weights,
+        }
+        return [
+            FileHash(role, name, files.sha256(name, progress))
+            for role, names in roles.items()
+            for name in names
+        ]
+
+
+def read_layout(files: ModelFiles, progress: Progress) -> Layout:
+    """Give every file its role. Raises ModelError when the weights are missing or not safetensors."""
+    names = files.sizes
+    if CONFIG not in names:
+        raise _no_config(files)
+    return Layout(
+        weights=_weight_files(files, progress),
+        tokenizer=tuple(name for name in TOKENIZER_FILES if name in names),
+        template=tuple(name for name in TEMPLATE_FILES if name in names),
+        generation=tuple(name for name in (GENERATION,) if name in names),
+    )
+
+
+def read_json(files: ModelFiles, name: str) -> dict[str, object]:
+    """A small JSON object that is on this machine. Raises BrokenModel with the place of the fault."""
+    try:
+        value = json.loads(files.local(name).read_bytes())
+    except json.JSONDecodeError as error:
+        where = f"line {error.lineno}, column {error.colno}: {error.msg}"
+        raise BrokenModel(f"{name} of {files.label} isn't JSON ({where}); fetch that file again") from None
+    except UnicodeDecodeError as error:
+        where = f"byte {error.start}: {error.reason}"
+        raise BrokenModel(f"{name} of {files.label} isn't text ({where}); fetch that file again") from None
+    if not isinstance(value, dict):
+        raise BrokenModel(f"{name} of {files.label} isn't a JSON object; fetch that file again")
+    return value
+
+
+def _no_config(files: ModelFiles) -> ModelError:
+    if any(name.endswith(".gguf") for name in files.sizes):
+        return gguf_refused(files.label)
+    if "adapter_config.json" in files.sizes:
+        return UnsupportedModel(
+            f"{files.label} is an adapter, not a model; merge it into its base model and serve the result"
+        )
+    return ModelNotFound(
+        f"{files.label} has no {CONFIG}, so it isn't a model in Hugging Face layout; "
+        f"name the directory that holds {CONFIG} and *.safetensors"
+    )
+
+
+def gguf_refused(label: str) -> UnsupportedModel:
+    return UnsupportedModel(
+        f"{label} is GGUF, and serving GGUF files directly isn't supported yet; "
+        "use the same model in Hugging Face layout (config.json and *.safetensors)"
+    )
+
+
+def _weight_files(files: ModelFiles, progress: Progress) -> tuple[str, ...]:
+    names = files.sizes
+    if WEIGHTS in names:
+        return (WEIGHTS,)
+    if WEIGHTS_INDEX not in names:
+        raise _no_weights(files)
+    files.fetch([WEIGHTS_INDEX], progress)
+    weight_map = read_json(files, WEIGHTS_INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise BrokenModel(f"{WEIGHTS_INDEX} of {files.label} lists no weights; fetch that file again")
+    shards = sorted({str(shard) for shard in weight_map.values()})
+    missing = [shard for shard in shards if shard not in names]
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise BrokenModel(
+            f"{files.label} lacks {missing[0]}{more} of the {len(shards)} weight files that its index names; "
+            "fetch the missing files"
+        )
+    return tuple(shards)
+
+
+def _no_weights(files: ModelFiles) -> ModelError:
+    names = sorted(files.sizes)
+    pickled = [name for name in names if name.endswith(_PICKLED) and name != "training_args.bin"]
+    if pickled:
+        return UnsupportedModel(
+            f"{files.label} has only pickled weights ({pickled[0]}), and reading a pickle can run "
+            "the code of whoever made it; use a version with *.safetensors, or convert it with "
+            "https://huggingface.co/spaces/safetensors/convert"
+        )
+    if any(name.endswith(".gguf") for name in names):
+        return gguf_refused(files.label)
+    return ModelNotFound(
+        f"{files.label} has no weights ({WEIGHTS}, or {WEIGHTS_INDEX} with its shards); fetch them into it"
+    )
+
+
+def load_config(files: ModelFiles) -> PretrainedConfig:
+    """The transformers config of a model whose small files are here, refusing what we can't run."""
+    raw = read_json(files, CONFIG)
+    model_type = raw.get("model_type")
+    if not isinstance(model_type, str):
+        raise BrokenModel(f"{CONFIG} of {files.label} names no model_type; fetch that file again")
+    _refuse_quantised(files.label, raw)
+
+    import transformers
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    if model_type not in CONFIG_MAPPING:
+        if "auto_map" in raw:
+            raise UnsupportedModel(
+                f"{files.label} needs remote code (auto_map in its {CONFIG}), which is never run here; "
+                f"use a model whose type transformers {transformers.__version__} has built in"
+            )
+        raise UnsupportedModel(
+            f"{files.label} is of type {model_type!r}, "
+            f"which transformers {transformers.__version__} doesn't know; "
+            "a newer one may: pip install -U transformers"
+        )
+    if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise UnsupportedModel(
+            f"{files.label} is of type {model_type!r}, which doesn't generate text; "
+            "use a causal language model"
+        )
+    try:
+        return CONFIG_MAPPING[model_type].from_dict(raw)
+    except Exception as error:  # what a config class raises on bad values is not ours to list
+        fault = " ".join(str(error).split())[:200]
+        raise BrokenModel(
+            f"{CONFIG} of {files.label} has a wrong value ({fault}); fetch that file again"
+        ) from error
+
+
+def _refuse_quantised(label: str, raw: Mapping[str, object]) -> None:
+    for key in ("quantization_config", "compression_config"):
+        quantisation = raw.get(key)
+        if quantisation is not None:
+            method = (
+                quantisation.get("quant_method", "unknown") if isinstance(quantisation, dict) else "unknown"
+            )
+            raise UnsupportedModel(
+                f"{label} is quantised ({method}), which can't be read yet; use its unquantised version"
+            )

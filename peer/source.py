@@ -1,0 +1,145 @@
+"""From what a person typed after `swarm peer` to a model whose files, sizes and identity are known.
+
+    resolve_model("./llama")            a directory in Hugging Face layout
+    resolve_model("org/name")           a model of the hub: no weights are downloaded yet
+    resolve_model("smollm2")            the small model that `swarm demo` runs, fetched and converted once
+
+Invariant: a `ModelSource` that was returned has passed every check that needs no weights; it is a
+`Checkpoint`, and its fingerprint covers the whole model, whichever span is served from it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from peer.checkpoint import Progress, TensorSpec, no_progress
+from peer.directory import open_directory
+from peer.fingerprint import MODEL_DOMAIN, FileHash, FileHashes, canonical_hash
+from peer.hub import open_hub
+from peer.layout import Layout, ModelFiles, load_config, read_layout
+from peer.smollm2 import SMOLLM2, ensure_smollm2
+from peer.tokenizer_bundle import make_bundle, tokenizer_hash
+from swarm.errors import BrokenModel, ModelNotFound, UsageError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """One model, described. `fetch_tensors` brings weights; all else is here already.
+
+    served_name is what clients call it, fingerprint (32 bytes) what it is.
+    """
+
+    served_name: str
+    fingerprint: bytes
+    config: PretrainedConfig
+    tensors: Mapping[str, TensorSpec]
+    files: ModelFiles
+    layout: Layout
+    bundle: Mapping[str, bytes]
+
+    @property
+    def layers(self) -> int:
+        return int(self.config.get_text_config().num_hidden_layers)
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(spec.nbytes for spec in self.tensors.values())
+
+    def path(self, file: str) -> Path:
+        return self.files.local(file)
+
+    def files_of(self, tensors: Iterable[str]) -> tuple[str, ...]:
+        """The weight files that hold these tensors. Raises BrokenModel when one is in none of them."""
+        return tuple(sorted({self._spec(name).file for name in tensors}))
+
+    def fetch_tensors(self, tensors: Iterable[str], progress: Progress = no_progress) -> None:
+        """Make the files of a span's tensors present and verified.
+
+        Raises CapacityError (nothing was downloaded) when the disk is too small; ModelError otherwise,
+        and then what was downloaded stays, so that the next call resumes.
+        """
+        self.files.fetch(self.files_of(tensors), progress)
+
+    def tokenizer_files(self) -> dict[str, bytes]:
+        """What a client needs, by name: see peer.tokenizer_bundle."""
+        return dict(self.bundle)
+
+    @property
+    def tokenizer_hash(self) -> bytes:
+        return tokenizer_hash(self.bundle)
+
+    def _spec(self, name: str) -> TensorSpec:
+        spec = self.tensors.get(name)
+        if spec is None:
+            raise BrokenModel(f"{self.files.label} lacks the tensor {name}; fetch its weight files again")
+        return spec
+
+
+def resolve_model(
+    text: str,
+    *,
+    cache: Path,
+    revision: str | None = None,
+    served_name: str | None = None,
+    progress: Progress = no_progress,
+) -> ModelSource:
+    """Find and check a model. `cache` is a directory of ours: hashes, listings, conversions.
+
+    Raises ModelError (ModelNotFound, UnsupportedModel, BrokenModel, GatedModel), CapacityError when the
+    disk is too small for smollm2, UsageError for a revision of something that isn't on the hub.
+    """
+    hashes = FileHashes(cache / "hashes")
+    if text == SMOLLM2.keyword:
+        _refuse_revision(text, revision)
+        files = open_directory(str(ensure_smollm2(cache, progress)), hashes)
+        identity = [FileHash("weights", SMOLLM2.member, bytes.fromhex(SMOLLM2.sha256))]
+        return _describe(files, served_name or SMOLLM2.served_name, cache, progress, identity)
+    if _is_path(text):
+        _refuse_revision(text, revision)
+        directory = open_directory(text, hashes)
+        return _describe(directory, served_name or directory.directory.name, cache, progress)
+    if not _HUB_ID.fullmatch(text):
+        raise ModelNotFound(
+            f"no such directory: {text}; a model is a directory, "
+            f"a hub id such as org/name, or {SMOLLM2.keyword}"
+        )
+    return _describe(open_hub(text, revision, cache, hashes), served_name or text, cache, progress)
+
+
+def _describe(
+    files: ModelFiles,
+    served_name: str,
+    cache: Path,
+    progress: Progress,
+    identity: list[FileHash] | None = None,
+) -> ModelSource:
+    layout = read_layout(files, progress)
+    files.fetch(layout.small, progress)
+    config = load_config(files)
+    tensors = files.headers(layout.weights, progress)
+    bundle = make_bundle(files, layout, config, cache)
+    fingerprint = canonical_hash(MODEL_DOMAIN, identity or layout.hashes(files, progress))
+    return ModelSource(served_name, fingerprint, config, tensors, files, layout, bundle)
+
+
+def _is_path(text: str) -> bool:
+    separators = {os.sep, os.altsep or os.sep}
+    explicit = text in (".", "..") or text.startswith(
+        ("~", *(f"{dots}{sep}" for dots in (".", "..", "") for sep in separators))
+    )
+    return explicit or os.path.isabs(text) or text.endswith((".gguf", ".safetensors")) or os.path.exists(text)
+
+
+def _refuse_revision(text: str, revision: str | None) -> None:
+    if revision is not None:
+        raise UsageError(f"--revision is for models of the hub, and {text} isn't one; leave it out")
