@@ -23,11 +23,12 @@ before every layer and needs no such assumption; where several cuts cost the sam
 its span goes, which is a span's end.
 
 Size: exact while no layer has more than `MAX_HOLDERS` usable offers (measured: about 50 ms for 200
-offers of 10 to 30 of 126 layers, 100 ms for 2,000; a few times that where the measured links are far from
-any geometry, since the relaxed sweep then says little about the closing link). Beyond that, offers are taken in the order of their seconds per layer (half trip, fixed cost and
-queue spread over the span), and one is kept if at least one of its layers has fewer than
-`MAX_HOLDERS` kept offers; if that still leaves more than `MAX_PARTS`, with a smaller number. So
-every covered layer stays covered, by the best for it. Nothing else is lost than exactness.
+offers of 10 to 30 of 126 layers, 100 ms for 2,000; a few times that where the measured links are far
+from any geometry, since the relaxed sweep then says little about the closing link). Beyond that, offers
+are taken in the order of their seconds per layer (half trip, fixed cost and queue spread over the span),
+and one is kept if at least one of its layers has fewer than `MAX_HOLDERS` kept offers; if that still
+leaves more than `MAX_PARTS`, with a smaller number. So every covered layer stays covered, by the
+best for it.
 
 A peer may appear twice in a route; its KV then has to hold both sub-spans, which are disjoint, so
 they are never more than its claim. The planner leaves it to the peer to refuse.
@@ -289,9 +290,8 @@ class _Costs:
         self.head_s = [part.speed.head_s * part.favour for part in parts]
         self.enter_s = [part.fixed_s * part.favour for part in parts]
         self.close_s = self._link_rows(task, parts)  # [last][first]
-        self.arc_s = [
-            list(map(add, row, self.enter_s)) for row in self.close_s
-        ]  # [from][to], to's fixed cost in
+        # [from][to], with what entering `to` costs
+        self.arc_s = [list(map(add, row, self.enter_s)) for row in self.close_s]
         self.holders: list[list[int]] = [[] for _ in range(task.layers)]
         for index, part in enumerate(parts):
             for layer in part.span:
