@@ -46,7 +46,7 @@ def _ends_s(speed: Speed, span: Span, layers: int) -> float:
     return (speed.embed_s if 0 in span else 0.0) + (speed.head_s if layers - 1 in span else 0.0)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Links:
     """Seconds one way between two peers, from whatever was measured.
 
@@ -71,12 +71,12 @@ class Links:
         trips: dict[Pair, float] = {}
         for (a, b), seconds in round_trip_s.items():
             trips[pair(a, b)] = min(seconds, trips.get(pair(a, b), math.inf))
-        return cls(trips, dict(client_s))
+        return cls(round_trip_s=trips, client_s=dict(client_s))
 
     def with_offers(self, offers: Iterable[Offer]) -> Links:
         """Also use the `link_s` of offers, for peers whose half trip isn't known here yet."""
         halves = {offer.peer: offer.link_s for offer in offers if offer.link_s is not None}
-        return Links(self.round_trip_s, {**halves, **self.client_s})
+        return Links(round_trip_s=self.round_trip_s, client_s={**halves, **self.client_s})
 
     def half_s(self, peer: str) -> float:
         """Seconds one way between the client and a peer."""

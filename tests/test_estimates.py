@@ -90,14 +90,14 @@ def test_the_matrix_agrees_with_single_pairs_however_it_is_looked_up(peers: list
     few = {pair("a", "b"): 0.5, pair("c", "d"): 0.3, pair("b", "d"): 0.1}
     many = {**few, **{pair("x", str(k)): 1.0 for k in range(60)}}
     for trips in (few, many):
-        links = Links(trips, halves)
+        links = Links(round_trip_s=trips, client_s=halves)
         single = [[links.between_s(x, y) for y in peers] for x in peers]
         assert links.matrix_s(peers) == single
 
 
 def test_a_step_goes_once_around_the_ring() -> None:
     offers = {"a": offer("a", Span(0, 4), queue_s=0.5), "b": offer("b", Span(2, 8), queue_s=0.25)}
-    links = Links({pair("a", "b"): 0.08}, {"a": 7.0, "b": 7.0})
+    links = Links(round_trip_s={pair("a", "b"): 0.08}, client_s={"a": 7.0, "b": 7.0})
     hops = [Hop(Span(0, 3), "a"), Hop(Span(3, 8), "b")]
     assert ring_s(8, hops, offers, links) == pytest.approx(
         (0.5 + 1 + 30 + 100) + (0.25 + 1 + 50 + 1000) + 0.04 + 0.04
@@ -107,7 +107,7 @@ def test_a_step_goes_once_around_the_ring() -> None:
 
 def test_the_first_token_pays_the_way_from_and_to_the_client_instead_of_the_ring() -> None:
     offers = {"a": offer("a", Span(0, 4)), "b": offer("b", Span(2, 8))}
-    links = Links({pair("a", "b"): 0.08}, {"a": 0.003, "b": 0.005})
+    links = Links(round_trip_s={pair("a", "b"): 0.08}, client_s={"a": 0.003, "b": 0.005})
     hops = [Hop(Span(0, 3), "a"), Hop(Span(3, 8), "b")]
     assert first_token_s(8, hops, offers, links, tokens=5) == pytest.approx(
         0.003 + (1 + 5 * 3 * 2 + 100) + 0.04 + (1 + 5 * 5 * 2 + 1000) + 0.005

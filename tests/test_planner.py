@@ -121,9 +121,9 @@ def test_no_chain_of_any_cuts_and_peers_is_faster(
     best = brute_force(layers, offers, trips, [], set())
     if best == math.inf:
         with pytest.raises(NoChain):
-            plan(layers, offers, Links(trips), need_kv=1)
+            plan(layers, offers, Links(round_trip_s=trips), need_kv=1)
         return
-    route = plan(layers, offers, Links(trips), need_kv=1)
+    route = plan(layers, offers, Links(round_trip_s=trips), need_kv=1)
     assert route.layers == layers
     by_peer = {o.peer: o for o in offers}
     assert all(by_peer[hop.peer].span.covers(hop.span) for hop in route.hops)
@@ -152,7 +152,13 @@ def test_a_repair_is_the_best_around_what_is_kept_and_excluded(
 
     def planned() -> Route:
         return plan(
-            layers, offers, Links(trips), need_kv=1, kept=kept, excluded_peers=gone, excluded_links=excluded
+            layers,
+            offers,
+            Links(round_trip_s=trips),
+            need_kv=1,
+            kept=kept,
+            excluded_peers=gone,
+            excluded_links=excluded,
         )
 
     if best == math.inf:
@@ -172,7 +178,7 @@ def test_a_spread_choice_is_within_the_promise_of_the_best(
     layers, offers, trips = case
     best = brute_force(layers, offers, trips, [], set())
     if best < math.inf:
-        chosen = plan(layers, offers, Links(trips), need_kv=1, rng=Random(seed)).step_s
+        chosen = plan(layers, offers, Links(round_trip_s=trips), need_kv=1, rng=Random(seed)).step_s
         assert best * (1 - 1e-9) <= chosen <= best * (1 + NEAR_EQUAL) + 1e-12
 
 
@@ -181,7 +187,7 @@ def test_a_spread_choice_is_within_the_promise_of_the_best(
 
 def test_a_relay_of_one_layer_is_found_where_a_detour_is_shorter() -> None:
     offers = [offer("a", 0, 5), offer("b", 3, 8), offer("relay", 1, 7, speed=replace(FAST, layer_s=0.004))]
-    links = Links({pair("a", "b"): 2.0, pair("a", "relay"): 0.001, pair("b", "relay"): 0.001})
+    links = Links(round_trip_s={pair("a", "b"): 2.0, pair("a", "relay"): 0.001, pair("b", "relay"): 0.001})
     ring = plan(8, offers, links, need_kv=1)
     assert "relay" in [hop.peer for hop in ring.hops]
     lengths = [len(hop.span) for hop in ring.hops if hop.peer == "relay"]
@@ -197,7 +203,7 @@ def test_hops_are_cut_where_a_span_ends() -> None:
 
 def test_the_way_back_to_the_first_hop_counts() -> None:
     offers = [offer("a", 0, 5), offer("far", 5, 10), offer("near", 5, 10, queue_s=0.01)]
-    links = Links({pair("a", "far"): 0.05, pair("a", "near"): 0.01})
+    links = Links(round_trip_s={pair("a", "far"): 0.05, pair("a", "near"): 0.01})
     assert hops(plan(10, offers, links, need_kv=1))[1][0] == "near"  # 0.01 + 0.01 < 0.05
 
 
