@@ -1,0 +1,986 @@
+"""One connection after TCP: records, frames, streams, messages. Bytes in, bytes out, no socket.
+
+    record    u16 length of what follows | AES-GCM ciphertext (swarm/noise.py)       one frame per record
+    frame     u8 type | u8 flags | u32 stream | payload                              at most 65,519 bytes
+    DATA   0  part of a message; flags: 1 = the last part, priority << 1
+    WINDOW 1  u32 bytes of credit; flags: 1 = for control messages
+    END    2  no more messages from this side
+    RESET  3  reason in UTF-8; the stream is over in both directions
+    PING   4  u64, answered by PONG with the same
+    PONG   5
+    CLOSE  6  reason in UTF-8; the connection is over
+    message   u16 length of the map | msgpack map | raw bytes of the tensors, in order
+    map       the message's fields (swarm/messages.py), and under "#" the tensors: [[name, dtype, shape], ...]
+
+All integers are big-endian. Unknown frame types are ignored, so that a later minor version may add some.
+
+Streams are opened by their first frame; ids are odd from the dialler and even from the listener. Messages
+of one stream arrive in order, whatever their priorities; between streams the one whose next message has
+the best priority goes first, a record at a time, and equals take turns.
+
+Flow control: each stream has two windows in each direction, one for control messages and one for all
+others, so that a full stream still answers. A window counts payload and FRAME_COST for each frame. The
+parts of an unfinished message are credited back as they come (its size is bounded by the stream's
+`max_message_bytes`, so it may exceed the window); a finished message is credited when the application has
+taken it. So what one stream can hold is at most 2 windows and one message, and a session that reads slowly
+stops its own sender and nobody else.
+
+Faults: what breaks encryption, framing or a window costs the connection (`Closed` with the error). A bad
+message costs its stream (`StreamReset`). An unknown kind of message costs nothing: it is answered with
+`Unsupported`. Frames for a stream that is over are dropped without a word.
+
+Invariants: nothing is allocated by a size that was only stated; every queue and table is bounded.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+import msgpack
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+
+from swarm import messages
+from swarm.errors import FramingError, HandshakeError, MessageError, StreamClosed, SwarmError
+from swarm.identity import Identity, PeerId
+from swarm.messages import Message, UnknownKind, Unsupported
+from swarm.noise import CipherState, Handshake, Role
+from swarm.tensors import RawTensor, tensor_bytes
+
+Buffer = bytes | bytearray | memoryview
+Specs = list[tuple[str, str, tuple[int, ...]]]  # name, dtype, shape
+Admit = Callable[[Mapping[str, Any], Specs], None]
+
+DATA, WINDOW, END, RESET, PING, PONG, CLOSE = range(7)
+LAST = CONTROL_WINDOW = 1  # flags of DATA and of WINDOW
+
+_HEADER = struct.Struct(">BBI")
+_LENGTH = struct.Struct(">H")
+_U32 = struct.Struct(">I")
+_U64 = struct.Struct(">Q")
+
+MAX_PLAINTEXT = 65_519  # + 16 bytes of tag = the largest u16
+MAX_PART = MAX_PLAINTEXT - _HEADER.size
+MAX_REASON = 512  # bytes; reasons are for people
+MAX_MAP_BYTES = 16 << 10
+MAX_MAP_DEPTH = 8  # our deepest message has 3
+MAX_MAP_ITEMS = 4096  # the longest list of ours has 256 entries; an item costs Python up to 100 bytes
+MAX_TENSOR_NAME = 128  # a file name at most
+TENSORS_KEY = "#"
+FRAME_COST = 64  # what a frame costs beside its payload, in windows: many tiny messages aren't free
+COALESCE_BYTES = 16 << 10  # small records leave together up to here, in one system call
+MAX_URGENT = 4096  # control frames waiting: only a peer that sends without ever reading gets there
+MAX_PINGS = 16  # outstanding at once
+
+
+class Priority(IntEnum):
+    CONTROL = 0
+    DECODE = 1
+    PREFILL = 2
+    BULK = 3
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How much one connection may hold. Both ends must agree on the two windows."""
+
+    max_message_bytes: int = 1 << 20  # per stream; raise it where more is expected
+    window_bytes: int = 1 << 20  # 20 MB/s over a round trip of 50 ms
+    control_window_bytes: int = 256 << 10  # some thousand small messages
+    control_message_bytes: int = 24 << 10  # a full map and a few ids; larger ones travel as PREFILL
+    send_queue_bytes: int = 1 << 20  # per stream; senders wait beyond
+    max_streams: int = 4096  # a stream costs about 1 KiB; a busy peer has some hundred sessions
+    held_bytes: int = 256 << 20  # received and not yet taken, over all streams: no peer may fill the memory
+    handshake_s: float = 5.0  # three messages; slow links take under one second
+    ping_every_s: float = 5.0
+    dead_after_s: float = 15.0  # without a byte, although pinged
+
+
+DEFAULT_LIMITS = Limits()
+
+
+# ---------------------------------------------------------------- events
+
+
+class Secured(NamedTuple):
+    """The handshake is done: `peer` has proved its identity."""
+
+    peer: PeerId
+
+
+class StreamOpened(NamedTuple):
+    """By the other side."""
+
+    stream: int
+
+
+class MessageReceived(NamedTuple):
+    """Give it back to `Connection.consumed` once the application has taken it."""
+
+    stream: int
+    message: Message
+    cost: int
+    control: bool
+
+
+class StreamEnded(NamedTuple):
+    """The other side sends no more; it still receives."""
+
+    stream: int
+
+
+class StreamReset(NamedTuple):
+    """Over in both directions, by the other side or for a bad message of it."""
+
+    stream: int
+    reason: str
+
+
+class Writable(NamedTuple):
+    """Asked for with `want_writable`: the send queue shrank below its bound, or is empty."""
+
+    stream: int
+
+
+class RoundTrip(NamedTuple):
+    seconds: float
+    token: int
+
+
+class Closed(NamedTuple):
+    """Nothing comes after it. error None: closed politely, or lost."""
+
+    error: SwarmError | None
+    reason: str
+
+
+Event = Secured | StreamOpened | MessageReceived | StreamEnded | StreamReset | Writable | RoundTrip | Closed
+
+
+# ---------------------------------------------------------------- messages as bytes
+
+
+def pack(values: Mapping[str, Any], tensors: Mapping[str, RawTensor]) -> list[Buffer]:
+    """A message as buffers to be sent one after the other; tensor bytes aren't copied.
+
+    Raises ValueError if the map is too large (long things travel as tensors): the sender's own bug.
+    """
+    if tensors:
+        specs = [[name, t.dtype, list(t.shape)] for name, t in tensors.items()]
+        values = {**values, TENSORS_KEY: specs}
+    packed: bytes = msgpack.packb(values, use_bin_type=True)
+    if len(packed) > MAX_MAP_BYTES:
+        raise ValueError(f"a message's map takes {len(packed)} bytes, {MAX_MAP_BYTES} are allowed")
+    buffers: list[Buffer] = [_LENGTH.pack(len(packed)) + packed]
+    buffers += [t.data for t in tensors.values() if len(t.data)]
+    return buffers
+
+
+class Head(NamedTuple):
+    """The map of a message whose tensors may not be here yet. total: bytes of the whole message."""
+
+    values: dict[str, Any]
+    specs: Specs
+    start: int
+    total: int
+
+
+def read_head(data: Buffer) -> Head | None:
+    """The map at the start of `data`, or None while it isn't complete. Raises MessageError."""
+    if len(data) < 2:
+        return None
+    size = data[0] << 8 | data[1]
+    if size > MAX_MAP_BYTES:
+        raise MessageError(f"a map of {size} bytes, {MAX_MAP_BYTES} are allowed")
+    if len(data) < 2 + size:
+        return None
+    values = read_map(bytes(data[2 : 2 + size]))
+    specs = _read_specs(values.pop(TENSORS_KEY, ()))
+    total = 2 + size + sum(tensor_bytes(dtype, shape) for _, dtype, shape in specs)
+    return Head(values, specs, 2 + size, total)
+
+
+def cut_tensors(head: Head, data: Buffer) -> dict[str, RawTensor]:
+    """Views into `data`, which is the whole message. Raises MessageError unless the sizes match."""
+    if len(data) != head.total:
+        raise MessageError(f"the message has {len(data)} bytes, its map says {head.total}")
+    view, at = memoryview(data), head.start
+    tensors = {}
+    for name, dtype, shape in head.specs:
+        end = at + tensor_bytes(dtype, shape)
+        tensors[name] = RawTensor(dtype, shape, view[at:end])
+        at = end
+    return tensors
+
+
+def unpack(data: Buffer) -> tuple[dict[str, Any], dict[str, RawTensor]]:
+    """The reverse of `pack`. Raises MessageError."""
+    head = read_head(data)
+    if head is None:
+        raise MessageError("the message ends inside its map")
+    return head.values, cut_tensors(head, data)
+
+
+def read_map(data: bytes) -> dict[str, Any]:
+    """A msgpack map, bounded before any object is built. Raises MessageError."""
+    scan(data)
+    try:
+        values = msgpack.unpackb(data, raw=False, strict_map_key=True)
+    except (ValueError, msgpack.UnpackException) as error:
+        raise MessageError(f"the map isn't readable msgpack: {error}") from None
+    if not isinstance(values, dict):
+        raise MessageError(f"a message is a map, not {type(values).__name__}")
+    return values
+
+
+def _fixed_sizes() -> list[int]:
+    """By first byte: bytes that the value takes, 0 if that isn't fixed (msgpack's format table)."""
+    sizes = [1] * 256
+    for byte in range(0xA0, 0xC0):  # fixstr
+        sizes[byte] = 1 + (byte & 0x1F)
+    for byte, size in {0xCA: 5, 0xCB: 9, 0xCC: 2, 0xCD: 3, 0xCE: 5, 0xCF: 9}.items():
+        sizes[byte] = size
+    for byte, size in {0xD0: 2, 0xD1: 3, 0xD2: 5, 0xD3: 9}.items():
+        sizes[byte] = size
+    for byte in (*range(0x80, 0xA0), *range(0xC1, 0xCA), *range(0xD4, 0xE0)):
+        sizes[byte] = 0
+    return sizes
+
+
+_FIXED = _fixed_sizes()
+_LENGTH_BYTES = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4}  # bin and str
+_COUNT_BYTES = {0xDC: 2, 0xDD: 4, 0xDE: 2, 0xDF: 4}  # array and map
+
+
+def scan(data: bytes) -> None:
+    """Walk over one msgpack value and refuse what is too deep, too rich or of an extension type.
+
+    msgpack's own limits bound each container, not all together: 4 MB of empty maps cost 278 MB.
+    """
+    at, end, items, left = 0, len(data), 0, 1
+    outer: list[int] = []
+    while True:
+        while left == 0:
+            if not outer:
+                if at != end:
+                    raise MessageError(f"{end - at} bytes follow the map")
+                return
+            left = outer.pop()
+        left -= 1
+        if at >= end:
+            raise MessageError("the map is cut short")
+        byte = data[at]
+        size = _FIXED[byte]
+        if size:
+            at += size
+            continue
+        at, children = _variable(data, at, byte)
+        if children:
+            items += children
+            if items > MAX_MAP_ITEMS:
+                raise MessageError(f"the map has over {MAX_MAP_ITEMS} items")
+            outer.append(left)
+            if len(outer) > MAX_MAP_DEPTH:
+                raise MessageError(f"the map is nested more than {MAX_MAP_DEPTH} deep")
+            left = children
+
+
+def _variable(data: bytes, at: int, byte: int) -> tuple[int, int]:
+    """Where a value of variable size goes on, and how many values it contains."""
+    if byte < 0x90:  # fixmap
+        return at + 1, 2 * (byte & 0x0F)
+    if byte < 0xA0:  # fixarray
+        return at + 1, byte & 0x0F
+    if byte in _LENGTH_BYTES:
+        body = at + 1 + _LENGTH_BYTES[byte]
+        return body + int.from_bytes(data[at + 1 : body], "big"), 0
+    if byte in _COUNT_BYTES:
+        body = at + 1 + _COUNT_BYTES[byte]
+        count = int.from_bytes(data[at + 1 : body], "big")
+        return body, 2 * count if byte >= 0xDE else count
+    raise MessageError(f"msgpack type 0x{byte:02x} is not used here")
+
+
+def _read_specs(raw: Any) -> Specs:
+    if not isinstance(raw, list | tuple):
+        raise MessageError("the list of tensors is no list")
+    specs: Specs = []
+    for one in raw:
+        good = isinstance(one, list) and len(one) == 3 and isinstance(one[2], list)
+        if not good or not isinstance(one[0], str) or not isinstance(one[1], str):
+            raise MessageError("a tensor is described by [name, dtype, shape]")
+        if len(one[0]) > MAX_TENSOR_NAME or any(type(side) is not int for side in one[2]):
+            raise MessageError(f"tensor {one[0][:MAX_TENSOR_NAME]!r} has a bad name or shape")
+        specs.append((one[0], one[1], tuple(one[2])))
+    if len({name for name, _, _ in specs}) != len(specs):
+        raise MessageError("two tensors of a message have the same name")
+    return specs
+
+
+# ---------------------------------------------------------------- streams
+
+
+class _Credit:
+    """The receiving end of one window. `due` is what may be granted now."""
+
+    __slots__ = ("_granted", "_received", "_size", "unread")
+
+    def __init__(self, size: int) -> None:
+        self._size, self._granted, self._received = size, size, 0
+        self.unread = 0  # of finished messages that the application hasn't taken
+
+    def arrived(self, cost: int) -> bool:
+        """False: the other side overran its window."""
+        self._received += cost
+        return self._received <= self._granted
+
+    def due(self) -> int:
+        """Worth a frame only in quarters; so with half a window unread, a quarter is always open."""
+        due = self._received + max(self._size - self.unread, 0) - self._granted
+        return due if due >= self._size >> 2 else 0
+
+    def grant(self) -> int:
+        due = self.due()
+        self._granted += due
+        return due
+
+
+class _Outgoing:
+    """One entry of a stream's send queue: a message, or the END or RESET behind all messages."""
+
+    __slots__ = ("buffers", "kind", "left", "priority")
+
+    def __init__(self, kind: int, priority: int, buffers: list[Buffer]) -> None:
+        self.kind, self.priority = kind, priority
+        self.left = sum(map(len, buffers))
+        self.buffers = deque(buffers)
+
+    def take(self, size: int) -> list[Buffer]:
+        """The next `size` bytes, as views."""
+        self.left -= size
+        taken: list[Buffer] = []
+        while size:
+            first = self.buffers[0]
+            if len(first) <= size:
+                taken.append(self.buffers.popleft())
+                size -= len(first)
+            else:
+                view = memoryview(first)
+                taken.append(view[:size])
+                self.buffers[0] = view[size:]
+                size = 0
+        return taken
+
+
+class _Stream:
+    """Both directions of one stream. Index 0 of a pair is for control messages, 1 for all others."""
+
+    def __init__(self, number: int, limits: Limits) -> None:
+        self.number = number
+        self.max_message_bytes = limits.max_message_bytes
+        self.admit: Admit | None = None
+        windows = (limits.control_window_bytes, limits.window_bytes)
+        self.credits = (_Credit(windows[0]), _Credit(windows[1]))
+        self.windows = list(windows)  # what we may still send
+        self.queue: deque[_Outgoing] = deque()
+        self.queued = 0  # bytes in it
+        self.scheduled = False  # in one of the connection's ready queues
+        self.wants_writable = False
+        self.we_ended = self.they_ended = False
+        self.held = 0  # bytes received and not yet taken
+        self.parts: bytearray | None = None  # of the message that is arriving in parts
+        self.parts_priority = 0
+        self.parts_cost = 0
+        self.head: Head | None = None
+
+    def next_size(self) -> int | None:
+        """Bytes of the queue's head that may leave now; None if there is nothing or no window."""
+        if not self.queue:
+            return None
+        first = self.queue[0]
+        if first.kind != DATA:
+            return first.left
+        room = self.windows[first.priority > 0] - FRAME_COST
+        size = min(first.left, MAX_PART, room)
+        # A control message never leaves in parts, and slivers at the end of a window aren't worth a record.
+        least = first.left if first.priority == 0 else min(first.left, 1024)
+        return size if size >= least else None
+
+    def check_head(self) -> None:
+        """Refuse the message as soon as its map is here, before its tensors are. Raises MessageError."""
+        assert self.head is not None
+        if self.head.total > self.max_message_bytes:
+            raise MessageError(
+                f"a message of {self.head.total} bytes, this stream takes {self.max_message_bytes}"
+            )
+        if self.admit is not None:
+            self.admit(self.head.values, self.head.specs)
+
+    def assemble(self, part: memoryview, last: bool) -> tuple[dict[str, Any], dict[str, RawTensor]] | None:
+        """Add a part; the message's map and tensors if it was the last. Raises MessageError."""
+        data: bytearray | memoryview = part
+        if self.parts is not None:
+            self.parts += part
+            data = self.parts
+        elif not last:
+            data = self.parts = bytearray(part)
+        if self.head is None:
+            self.head = read_head(data)
+            if self.head is not None:
+                self.check_head()
+            elif last:
+                raise MessageError("the message ends inside its map")
+        if self.head is not None and len(data) > self.head.total:
+            raise MessageError(f"the message is longer than the {self.head.total} bytes that its map says")
+        if not last:
+            return None
+        head, self.head, self.parts = self.head, None, None
+        assert head is not None
+        return head.values, cut_tensors(head, data)
+
+
+# ---------------------------------------------------------------- the connection
+
+
+class Connection:
+    """The core of one link. Drive it: `receive_data`, `events`, `data_to_send`, `tick` at `deadline`.
+
+    After any call there may be new events and new data to send. `now` is seconds on the caller's clock.
+    Nothing here raises for what the network did: that arrives as `Closed` or `StreamReset`.
+    """
+
+    def __init__(
+        self,
+        role: Role,
+        identity: Identity,
+        network: str,
+        *,
+        expected: PeerId | None = None,
+        check: Callable[[PeerId], None] | None = None,
+        static: X25519PrivateKey | None = None,
+        limits: Limits = DEFAULT_LIMITS,
+        now: float = 0.0,
+        rng: Callable[[int], bytes] = os.urandom,
+    ) -> None:
+        self.limits = limits
+        self.peer: PeerId | None = None
+        self._handshake: Handshake | None = Handshake(
+            role, identity, network, expected=expected, check=check, static=static, rng=rng
+        )
+        self._opened_at = now
+        self._buffer = bytearray()
+        self._events: list[Event] = []
+        self._urgent: deque[bytes] = deque()
+        self._owed: dict[tuple[int, int], None] = {}  # (stream, window): a WINDOW frame is due
+        self._ready: tuple[deque[_Stream], ...] = tuple(deque() for _ in Priority)
+        self._streams: dict[int, _Stream] = {}
+        self._next_id, self._remote_parity = (1, 0) if role == "initiator" else (2, 1)
+        self._highest_remote = self._remote_parity - 2 if self._remote_parity else 0
+        self._late: set[int] = set()  # ids below the highest whose first frame was overtaken
+        self._held = 0
+        self._pings: dict[int, float] = {}
+        self._ping_count = 0
+        self._pinged_at = now
+        self._unanswered_since: float | None = None  # the first ping since the last byte heard
+        self._closed = False
+
+    # ---- what the application does
+
+    def open_stream(self) -> int:
+        """Its id. Raises StreamClosed if too many are open, or the connection is over."""
+        if self._closed:
+            raise StreamClosed("the connection is closed")
+        if len(self._streams) >= 2 * self.limits.max_streams:
+            raise StreamClosed(f"{len(self._streams)} streams are open on this connection; end some first")
+        number = self._next_id
+        self._next_id += 2
+        self._streams[number] = _Stream(number, self.limits)
+        return number
+
+    def configure(
+        self, stream: int, *, max_message_bytes: int | None = None, admit: Admit | None = None
+    ) -> None:
+        """admit(values, specs): may raise MessageError once a message's map is here, before its tensors."""
+        state = self._streams.get(stream)
+        if state is None:
+            return
+        if max_message_bytes is not None:
+            state.max_message_bytes = max_message_bytes
+        if admit is not None:
+            state.admit = admit
+
+    def send(self, stream: int, message: Message, priority: Priority = Priority.CONTROL) -> None:
+        """Queue a message, whole. Raises StreamClosed (nothing queued) if the stream takes no more.
+
+        Tensors are not copied: their bytes may not change before they are sent. A control message that
+        is too large for one travels as PREFILL.
+        """
+        state = self._streams.get(stream)
+        if state is None or state.we_ended:
+            raise StreamClosed("this side ended it" if state else "the stream is over")
+        outgoing = _Outgoing(DATA, priority, pack(*messages.encode(message)))
+        if priority is Priority.CONTROL and outgoing.left > self.limits.control_message_bytes:
+            outgoing.priority = Priority.PREFILL
+        self._enqueue(state, outgoing)
+
+    def queued(self, stream: int) -> int:
+        """Bytes that wait to be sent on this stream."""
+        state = self._streams.get(stream)
+        return 0 if state is None else state.queued
+
+    def flushed(self, stream: int) -> bool:
+        state = self._streams.get(stream)
+        return state is None or not state.queue
+
+    def want_writable(self, stream: int) -> None:
+        """Ask for one `Writable`."""
+        state = self._streams.get(stream)
+        if state is not None:
+            state.wants_writable = True
+
+    def end(self, stream: int) -> None:
+        """No more messages from this side, behind those that are queued."""
+        state = self._streams.get(stream)
+        if state is not None and not state.we_ended:
+            state.we_ended = True
+            self._enqueue(state, _Outgoing(END, Priority.CONTROL, []))
+
+    def finish(self, stream: int, reason: str) -> None:
+        """End it, and reset it behind that unless the other side has ended: nobody reads it any more."""
+        self.end(stream)
+        state = self._streams.get(stream)
+        if state is not None and not state.they_ended:
+            self._enqueue(state, _Outgoing(RESET, Priority.CONTROL, [_reason(reason)]))
+
+    def reset(self, stream: int, reason: str) -> None:
+        """Over at once, in both directions; what was queued is not sent."""
+        state = self._streams.get(stream)
+        if state is not None:
+            self._remove(state)
+            self._push(RESET, stream, _reason(reason))
+
+    def consumed(self, received: MessageReceived) -> bool:
+        """The application has taken a message. True: there is something to send now."""
+        state = self._streams.get(received.stream)
+        if state is None:
+            return False
+        self._hold(state, -received.cost)
+        window = 0 if received.control else 1
+        state.credits[window].unread -= received.cost
+        return self._settle(state, window)
+
+    def ping(self, now: float) -> int:
+        """Measure the round trip: `RoundTrip` with this token follows."""
+        self._ping_count += 1
+        self._pinged_at = now
+        if self._unanswered_since is None:
+            self._unanswered_since = now
+        if len(self._pings) >= MAX_PINGS:
+            del self._pings[next(iter(self._pings))]
+        self._pings[self._ping_count] = now
+        self._push(PING, 0, _U64.pack(self._ping_count))
+        return self._ping_count
+
+    def close(self, reason: str) -> None:
+        """Say goodbye. What was queued on streams is not sent."""
+        self._close(None, reason, tell=True)
+
+    def lost(self, reason: str) -> None:
+        """The socket is gone."""
+        if self._handshake is not None:
+            self._close(HandshakeError(f"the connection was lost during the handshake: {reason}"), reason)
+        else:
+            self._close(None, reason)
+
+    # ---- what the shell does
+
+    def events(self) -> list[Event]:
+        happened, self._events = self._events, []
+        return happened
+
+    @property
+    def secured(self) -> bool:
+        return self._handshake is None
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    @property
+    def streams(self) -> int:
+        """How many are open, in either direction."""
+        return len(self._streams)
+
+    @property
+    def deadline(self) -> float | None:
+        """When to call `tick`."""
+        if self._closed:
+            return None
+        if self._handshake is not None:
+            return self._opened_at + self.limits.handshake_s
+        ping_at = self._pinged_at + self.limits.ping_every_s
+        dead_at = self._dead_at()
+        return ping_at if dead_at is None else min(ping_at, dead_at)
+
+    def tick(self, now: float) -> None:
+        if self._closed:
+            return
+        if self._handshake is not None:
+            if now >= self._opened_at + self.limits.handshake_s:
+                text = f"no handshake within {self.limits.handshake_s:g} s; is that a LayerSwarm peer?"
+                self._close(HandshakeError(text), text)
+            return
+        dead_at = self._dead_at()
+        if dead_at is not None and now >= dead_at:
+            self._close(None, f"nothing heard for {self.limits.dead_after_s:g} s")
+        elif now >= self._pinged_at + self.limits.ping_every_s:
+            self.ping(now)
+
+    def receive_data(self, data: Buffer, now: float) -> None:
+        if self._closed:
+            return
+        self._unanswered_since = None
+        try:
+            if self._handshake is not None:
+                data = self._shake_hands(data, now)
+            if data:
+                self._read_records(data, now)
+        except SwarmError as error:
+            self._buffer = bytearray()
+            self._close(error, str(error), tell=isinstance(error, FramingError))
+
+    def data_to_send(self) -> bytes:
+        """About one record, of the best priority; b"" when nothing may leave."""
+        if self._handshake is not None:
+            return self._handshake.data_to_send()
+        out: list[bytes] = []
+        if self._hello:  # the last handshake message, in front of the first record
+            out.append(self._hello)
+            self._hello = b""
+        size = 0
+        while size < COALESCE_BYTES:
+            frame = self._next_frame()
+            if frame is None:
+                break
+            sealed = self._sender.encrypt(frame)
+            out += (_LENGTH.pack(len(sealed)), sealed)
+            size += len(sealed)
+        return b"".join(out)
+
+    # ---- receiving
+
+    def _shake_hands(self, data: Buffer, now: float) -> bytes:
+        """Returns what came behind the handshake."""
+        handshake = self._handshake
+        assert handshake is not None
+        handshake.receive(data)
+        if handshake.done is None:
+            return b""
+        done = handshake.done
+        self.peer, self._sender, self._receiver = done.peer, done.sender, done.receiver
+        self._hello = handshake.data_to_send()
+        self._handshake = None
+        self._events.append(Secured(done.peer))
+        self.ping(now)
+        return done.leftover
+
+    def _read_records(self, data: Buffer, now: float) -> None:
+        whole: Buffer = data
+        if self._buffer:
+            self._buffer += data
+            whole = self._buffer
+        view = memoryview(whole)
+        at, end = 0, len(view)
+        while end - at >= 2:
+            stop = at + 2 + (view[at] << 8 | view[at + 1])
+            if stop > end:
+                break
+            self._read_frame(self._unseal(view[at + 2 : stop]), now)
+            at = stop
+            if self._closed:
+                return
+        if at or whole is not self._buffer:
+            self._buffer = bytearray(view[at:])
+
+    def _unseal(self, record: memoryview) -> bytes:
+        try:
+            return self._receiver.decrypt(record)
+        except InvalidTag:
+            raise FramingError("a record was changed on its way") from None
+
+    def _read_frame(self, frame: bytes, now: float) -> None:
+        if len(frame) < _HEADER.size:
+            raise FramingError(f"a frame of {len(frame)} bytes, {_HEADER.size} are the least")
+        kind, flags, number = _HEADER.unpack_from(frame)
+        if kind == DATA:
+            self._on_data(number, flags, memoryview(frame)[_HEADER.size :])
+        elif kind == WINDOW:
+            self._on_window(number, flags, frame[_HEADER.size :])
+        elif kind == END:
+            self._on_end(number)
+        elif kind == RESET:
+            self._on_reset(number, frame[_HEADER.size :])
+        elif kind == PING:
+            self._on_ping(frame[_HEADER.size :])
+        elif kind == PONG:
+            self._on_pong(frame[_HEADER.size :], now)
+        elif kind == CLOSE:
+            self._close(None, _text(frame[_HEADER.size :]))
+
+    def _stream_of(self, number: int) -> _Stream | None:
+        """The stream that a frame is for, opened if this is its first; None if it is over."""
+        state = self._streams.get(number)
+        if state is not None:
+            return state
+        if number & 1 != self._remote_parity:
+            if number >= self._next_id or number == 0:
+                raise FramingError(f"a frame for stream {number}, which was never opened")
+            return None
+        return self._open_remote(number) if self._first_frame(number) else None
+
+    def _first_frame(self, number: int) -> bool:
+        """Ids start in order, but a later stream's first frame may overtake an earlier's."""
+        if number in self._late:
+            self._late.discard(number)
+            return True
+        if number <= self._highest_remote:
+            return False
+        skipped = range(self._highest_remote + 2, number, 2)
+        if len(skipped) + len(self._late) > self.limits.max_streams:
+            raise FramingError(f"stream {number} follows stream {self._highest_remote}")
+        self._late.update(skipped)
+        self._highest_remote = number
+        return True
+
+    def _open_remote(self, number: int) -> _Stream | None:
+        if len(self._streams) >= 2 * self.limits.max_streams:
+            self._push(RESET, number, _reason(f"{len(self._streams)} streams are open already"))
+            return None
+        state = self._streams[number] = _Stream(number, self.limits)
+        self._events.append(StreamOpened(number))
+        return state
+
+    def _on_data(self, number: int, flags: int, part: memoryview) -> None:
+        state = self._stream_of(number)
+        if state is None:
+            return
+        priority, last = flags >> 1 & 3, bool(flags & LAST)
+        self._check_part(state, priority, last, len(part))
+        window = 0 if priority == 0 else 1
+        cost = len(part) + FRAME_COST
+        if not state.credits[window].arrived(cost):
+            raise FramingError(f"stream {number} overran its window")
+        state.parts_priority = priority
+        state.parts_cost += cost
+        self._hold(state, cost)
+        if self._held > self.limits.held_bytes:
+            self._fail_stream(state, f"this connection already holds {self._held} bytes that nobody took")
+            return
+        try:
+            self._deliver(state, window, state.assemble(part, last))
+        except MessageError as error:
+            self._fail_stream(state, str(error))
+            return
+        self._settle(state, window)
+
+    def _check_part(self, state: _Stream, priority: int, last: bool, size: int) -> None:
+        if state.they_ended:
+            raise FramingError(f"data on stream {state.number} behind its end")
+        if size == 0:
+            raise FramingError("an empty part of a message")
+        if state.parts is not None and priority != state.parts_priority:
+            raise FramingError("the priority changed inside a message")
+        if priority == 0 and (not last or size > self.limits.control_message_bytes):
+            raise FramingError(
+                f"a control message of over {min(size, self.limits.control_message_bytes)} bytes"
+            )
+
+    def _deliver(
+        self, state: _Stream, window: int, whole: tuple[dict[str, Any], dict[str, RawTensor]] | None
+    ) -> None:
+        if whole is None:
+            return
+        cost, state.parts_cost = state.parts_cost, 0
+        try:
+            message = messages.decode(*whole)
+        except UnknownKind:
+            self._hold(state, -cost)
+            self._answer_unsupported(state, str(whole[0].get("kind"))[:80])
+            return
+        state.credits[window].unread += cost
+        self._events.append(MessageReceived(state.number, message, cost, window == 0))
+
+    def _answer_unsupported(self, state: _Stream, kind: str) -> None:
+        if state.we_ended:
+            return
+        if state.queued > self.limits.send_queue_bytes:
+            self._fail_stream(state, "too many unknown messages")
+            return
+        self.send(state.number, Unsupported(kind))
+
+    def _on_window(self, number: int, flags: int, payload: bytes) -> None:
+        if len(payload) != _U32.size:
+            raise FramingError("a window frame of the wrong size")
+        state = self._streams.get(number)
+        if state is None:
+            return
+        window = 0 if flags & CONTROL_WINDOW else 1
+        state.windows[window] += _U32.unpack(payload)[0]
+        if state.windows[window] > 1 << 40:
+            raise FramingError(f"the window of stream {number} grew without bound")
+        self._schedule(state)
+
+    def _on_end(self, number: int) -> None:
+        state = self._stream_of(number)
+        if state is None or state.they_ended:
+            return
+        if state.parts is not None:
+            self._fail_stream(state, "the stream ended inside a message")
+            return
+        state.they_ended = True
+        self._events.append(StreamEnded(number))
+        self._remove_if_over(state)
+
+    def _on_reset(self, number: int, payload: bytes) -> None:
+        state = self._streams.get(number)
+        if state is None:
+            if number & 1 == self._remote_parity:
+                self._first_frame(number)  # opened and gone: nobody needs to know
+            return
+        self._remove(state)
+        self._events.append(StreamReset(number, _text(payload)))
+
+    def _on_ping(self, payload: bytes) -> None:
+        if len(payload) != _U64.size:
+            raise FramingError("a ping of the wrong size")
+        self._push(PONG, 0, payload)
+
+    def _on_pong(self, payload: bytes, now: float) -> None:
+        token = int.from_bytes(payload[:8], "big")
+        sent_at = self._pings.pop(token, None)
+        if sent_at is not None:
+            self._events.append(RoundTrip(max(now - sent_at, 0.0), token))
+
+    # ---- sending
+
+    _sender: CipherState
+    _receiver: CipherState
+    _hello: bytes = b""
+
+    def _enqueue(self, state: _Stream, outgoing: _Outgoing) -> None:
+        state.queue.append(outgoing)
+        state.queued += outgoing.left
+        self._schedule(state)
+
+    def _schedule(self, state: _Stream) -> None:
+        if not state.scheduled and state.next_size() is not None:
+            state.scheduled = True
+            self._ready[state.queue[0].priority].append(state)
+
+    def _push(self, kind: int, stream: int, payload: bytes) -> None:
+        """A frame that goes before all streams."""
+        if len(self._urgent) >= MAX_URGENT and not self._closed:
+            self._close(FramingError("the other side sends but doesn't read"), "it doesn't read")
+            return
+        self._urgent.append(_HEADER.pack(kind, 0, stream) + payload)
+
+    def _next_frame(self) -> bytes | None:
+        if self._urgent:
+            return self._urgent.popleft()
+        while self._owed:
+            number, window = self._owed.popitem()[0]
+            state = self._streams.get(number)
+            due = 0 if state is None else state.credits[window].grant()
+            if due:
+                return _HEADER.pack(WINDOW, CONTROL_WINDOW if window == 0 else 0, number) + _U32.pack(due)
+        for ready in self._ready:
+            while ready:
+                state = ready.popleft()
+                state.scheduled = False
+                size = state.next_size()
+                if size is not None and state.number in self._streams:
+                    return self._cut_frame(state, size)
+        return None
+
+    def _cut_frame(self, state: _Stream, size: int) -> bytes:
+        first = state.queue[0]
+        parts = first.take(size)
+        state.queued -= size
+        flags = 0
+        if first.kind == DATA:
+            state.windows[first.priority > 0] -= size + FRAME_COST
+            flags = first.priority << 1 | (LAST if not first.left else 0)
+        if not first.left:
+            state.queue.popleft()
+        if first.kind == RESET or (first.kind == END and state.they_ended):
+            self._remove(state)
+        self._schedule(state)
+        self._tell_writable(state)
+        return b"".join((_HEADER.pack(first.kind, flags, state.number), *parts))
+
+    def _tell_writable(self, state: _Stream) -> None:
+        if state.wants_writable and (not state.queue or state.queued < self.limits.send_queue_bytes):
+            state.wants_writable = False
+            self._events.append(Writable(state.number))
+
+    # ---- keeping the books
+
+    def _settle(self, state: _Stream, window: int) -> bool:
+        if state.they_ended or not state.credits[window].due():
+            return False
+        self._owed[state.number, window] = None
+        return True
+
+    def _hold(self, state: _Stream, change: int) -> None:
+        state.held += change
+        self._held += change
+
+    def _fail_stream(self, state: _Stream, reason: str) -> None:
+        self.reset(state.number, reason)
+        self._events.append(StreamReset(state.number, reason))
+
+    def _remove_if_over(self, state: _Stream) -> None:
+        if state.they_ended and state.we_ended and not state.queue:
+            self._remove(state)
+
+    def _remove(self, state: _Stream) -> None:
+        self._hold(state, -state.held)
+        self._streams.pop(state.number, None)
+        state.queue.clear()
+        state.queued = 0
+        if state.wants_writable:
+            self._events.append(Writable(state.number))
+
+    def _dead_at(self) -> float | None:
+        """Counted from a ping, so that our own sleep isn't taken for the other side's silence."""
+        if self._unanswered_since is None:
+            return None
+        return self._unanswered_since + self.limits.dead_after_s - self.limits.ping_every_s
+
+    def _close(self, error: SwarmError | None, reason: str, tell: bool = False) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._urgent.clear()
+        self._owed.clear()
+        for ready in self._ready:
+            ready.clear()
+        self._streams.clear()
+        self._held = 0
+        if tell and self._handshake is None:
+            self._push(CLOSE, 0, _reason(reason))
+        self._events.append(Closed(error, reason))
+
+
+def _reason(text: str) -> bytes:
+    return text.encode()[:MAX_REASON]
+
+
+def _text(payload: bytes) -> str:
+    return payload[:MAX_REASON].decode(errors="replace")
