@@ -248,7 +248,7 @@ def _fixed_sizes() -> list[int]:
         sizes[byte] = size
     for byte, size in {0xD0: 2, 0xD1: 3, 0xD2: 5, 0xD3: 9}.items():
         sizes[byte] = size
-    for byte in (*range(0x80, 0xA0), *range(0xC1, 0xCA), *range(0xD4, 0xE0)):
+    for byte in (*range(0x80, 0xA0), 0xC1, *range(0xC4, 0xCA), *range(0xD4, 0xE0)):
         sizes[byte] = 0
     return sizes
 
