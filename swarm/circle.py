@@ -1,0 +1,191 @@
+"""Whom to be neighbours with: enough of them, slowly changing, and always somebody tried anew.
+
+Gossip spreads over kept connections; which ones is decided here, at random, so that no group of
+peers stays apart from the rest: a few neighbours are kept, one more is dialled at random each
+minute and an old one let go, and of the addresses that this swarm ever had, and that nobody alive
+answers for, one is tried each minute for ever (two groups that were cut apart find each other so).
+
+Pure: randomness is passed in, time is an argument, and the answer is what to do: `Reach`,
+`ReachAddress`, `Drop`. Failures are reported back by the shell and only make somebody wait.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from swarm.identity import PeerId
+from swarm.neighbour import Kind, Neighbour
+from swarm.records import Heartbeat
+from swarm.table import Table
+
+KEPT_NEIGHBOURS = 8  # a random graph of this degree is connected with near certainty at 10,000
+KEPT_SOURCES = 3  # of a client: one may die and one may lag
+SPARE_NEIGHBOURS = 4  # above the kept ones before an old one is let go
+MAX_NEIGHBOURS = 32  # accepted; whoever comes then gets a snapshot and is sent on
+MAX_SUBSCRIBERS = 256  # clients; each costs a stream and its share of every change
+CHECK_S = 2.0  # between looks at the circle
+REACH_TIMEOUT_S = 30.0  # an attempt that the shell never reports on is forgotten
+RETRY_S = 15.0  # before a peer that didn't answer is tried again
+RETRY_ALONE_S = 2.0  # the same for somebody without any neighbour
+ROTATE_S = 60.0  # between random dials
+HEAL_S = 60.0  # between tries of an old address
+FIRST_HEAL_S = 5.0  # the same at first for somebody without any neighbour; doubles up to HEAL_S
+MAX_ADDRESSES = 256  # old addresses held; the oldest go first, those given by the user last
+
+
+@dataclass(frozen=True)
+class Reach:
+    """Open a stream to this peer at the addresses that the table has."""
+
+    peer: PeerId
+
+
+@dataclass(frozen=True)
+class ReachAddress:
+    """Find out who is at this address now, and open a stream."""
+
+    address: str
+
+
+@dataclass(frozen=True)
+class Drop:
+    """End the stream `key`."""
+
+    key: int
+    reason: str
+
+
+Action: TypeAlias = Reach | ReachAddress | Drop
+Role: TypeAlias = Literal["peer", "client"]
+
+
+class Circle:
+    def __init__(self, own: PeerId | None, role: Role, rng: random.Random, now: float) -> None:
+        self._own, self._rng = own, rng
+        self._keep = KEPT_NEIGHBOURS if role == "peer" else KEPT_SOURCES
+        self._addresses: dict[str, PeerId | None] = {}  # -> who was there last
+        self._given: set[str] = set()
+        self._reaching: dict[PeerId | str, float] = {}  # -> since
+        self._failed: dict[PeerId | str, float] = {}  # -> when to try again
+        self._check_at = now
+        self._rotate_at = now + ROTATE_S * rng.uniform(0.5, 1.0)
+        self._heal_s = FIRST_HEAL_S
+        self._heal_at = now + FIRST_HEAL_S * rng.uniform(0.5, 1.0)
+
+    @property
+    def deadline(self) -> float:
+        return self._check_at
+
+    def hurry(self, now: float) -> None:
+        """Something happened that may call for new neighbours."""
+        self._check_at = min(self._check_at, now)
+
+    def remember(self, address: str, peer: PeerId | None = None, *, given: bool = False) -> None:
+        """Try `address` from time to time. given: by the user, so it is never crowded out."""
+        self._addresses.pop(address, None)
+        self._addresses[address] = peer
+        if given:
+            self._given.add(address)
+        if len(self._addresses) > MAX_ADDRESSES:
+            oldest = next((one for one in self._addresses if one not in self._given), address)
+            del self._addresses[oldest]
+            self._given.discard(oldest)
+
+    def reached(self, target: PeerId | str, peer: PeerId) -> None:
+        """The attempt succeeded, and `peer` is who was there."""
+        self._reaching.pop(target, None)
+        self._failed.pop(peer, None)
+        if target in self._addresses:
+            self._addresses[target] = peer
+
+    def failed(self, target: PeerId | str, now: float, alone: bool) -> None:
+        self._reaching.pop(target, None)
+        self._failed[target] = now + (RETRY_ALONE_S if alone else RETRY_S)
+
+    def choose(self, neighbours: Collection[Neighbour], table: Table, now: float) -> list[Action]:
+        """What to do about the circle. [] before `deadline`."""
+        if now < self._check_at:
+            return []
+        self._check_at = now + CHECK_S
+        self._forget(now)
+        kept = [one for one in neighbours if one.kind is not Kind.SUBSCRIBER and not one.visitor]
+        linked = {one.peer for one in kept}
+        actions: list[Action] = [*self._duplicates(kept), *self._fill(linked, table, now)]
+        actions += self._rotate(kept, linked, table, now)
+        actions += self._heal(linked, table, now)
+        return actions
+
+    # ------------------------------------------------------------ inside
+
+    def _forget(self, now: float) -> None:
+        self._reaching = {t: at for t, at in self._reaching.items() if now - at < REACH_TIMEOUT_S}
+        self._failed = {t: at for t, at in self._failed.items() if at > now}
+
+    def _free(self, peers: Iterable[PeerId], linked: set[PeerId]) -> list[PeerId]:
+        busy = linked | {self._own} | self._reaching.keys() | self._failed.keys()
+        return sorted(peer for peer in peers if peer not in busy)
+
+    def _reach(self, peers: list[PeerId], now: float) -> list[Action]:
+        self._reaching.update(dict.fromkeys(peers, now))
+        return [Reach(peer) for peer in peers]
+
+    def _fill(self, linked: set[PeerId], table: Table, now: float) -> list[Action]:
+        """Up to the number kept, from those alive; with nobody left at all, from those that were."""
+        missing = self._keep - len(linked) - len(self._reaching)
+        if missing <= 0:
+            return []
+        free = self._free(_alive(table, now), linked)
+        if not free and not linked:
+            free = self._free(table.lapsed(), linked)
+        return self._reach(self._rng.sample(free, min(missing, len(free))), now)
+
+    def _rotate(self, kept: list[Neighbour], linked: set[PeerId], table: Table, now: float) -> list[Action]:
+        """One random dial, and the oldest that was opened here makes room when there are too many."""
+        if now < self._rotate_at:
+            return []
+        self._rotate_at = now + ROTATE_S * self._rng.uniform(0.8, 1.2)
+        actions: list[Action] = []
+        if len(linked) > self._keep + SPARE_NEIGHBOURS:
+            old = min((one for one in kept if one.opened_here), key=lambda one: one.since, default=None)
+            actions += [Drop(old.key, "making room for another neighbour")] if old else []
+        free = self._free(_alive(table, now), linked)
+        return actions + (self._reach([self._rng.choice(free)], now) if free else [])
+
+    def _heal(self, linked: set[PeerId], table: Table, now: float) -> list[Action]:
+        """Try one old address that nobody alive answers for."""
+        if linked:
+            self._heal_s = HEAL_S
+        if now < self._heal_at:
+            return []
+        self._heal_at = now + self._heal_s * self._rng.uniform(0.8, 1.2)
+        self._heal_s = FIRST_HEAL_S if linked else min(HEAL_S, 2 * self._heal_s)
+        alive = set(_alive(table, now)) | linked | {self._own}
+        quiet = [one for one, peer in self._addresses.items() if peer is None or peer not in alive]
+        free = [one for one in quiet if one not in self._reaching]
+        if not free:
+            return []
+        chosen = self._rng.choice(free)
+        self._reaching[chosen] = now
+        return [ReachAddress(chosen)]
+
+    def _duplicates(self, kept: list[Neighbour]) -> list[Action]:
+        """Of two streams with one peer the one that the higher PeerId opened goes, and it ends it."""
+        actions: list[Action] = []
+        first: dict[PeerId, Neighbour] = {}
+        for one in sorted(kept, key=lambda one: (-one.since, one.key)):
+            other = first.setdefault(one.peer, one)
+            if other is one:
+                continue
+            if one.opened_here == other.opened_here:
+                actions.append(Drop(one.key, "a newer stream took its place"))
+            elif self._own is not None and self._own > one.peer:
+                ours = one if one.opened_here else other
+                actions.append(Drop(ours.key, "one stream is enough"))
+        return actions
+
+
+def _alive(table: Table, now: float) -> list[PeerId]:
+    return [one.peer for one in table.held() if one.lapses_at > now and isinstance(one.head, Heartbeat)]
