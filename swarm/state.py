@@ -107,19 +107,19 @@ class PeerDir:
 
 
 class KnownHosts:
-    """Who was first met at a bare host:port. In memory only when `path` is None."""
+    """Who was first met at a bare host:port of one network. In memory only when `path` is None."""
 
-    def __init__(self, path: Path | None = None) -> None:
-        self._path = path
+    def __init__(self, path: Path | None = None, network: str = "main") -> None:
+        self._path, self._network = path, network
         self._hosts: dict[str, str] = _texts(_read_json(path)) if path is not None else {}
 
     def get(self, host: str, port: int) -> PeerId | None:
-        found = self._hosts.get(_host_key(host, port))
+        found = self._hosts.get(self._key(host, port))
         return PeerId(found) if found is not None and len(found) == PEER_ID_CHARACTERS else None
 
     def put(self, host: str, port: int, peer: PeerId) -> None:
         """Remember; written at once. A disk that can't be written costs a warning."""
-        key = _host_key(host, port)
+        key = self._key(host, port)
         if self._hosts.get(key) == peer:
             return
         self._hosts.pop(key, None)
@@ -129,8 +129,11 @@ class KnownHosts:
         self._save()
 
     def forget(self, host: str, port: int) -> None:
-        if self._hosts.pop(_host_key(host, port), None) is not None:
+        if self._hosts.pop(self._key(host, port), None) is not None:
             self._save()
+
+    def _key(self, host: str, port: int) -> str:
+        return f"{self._network} [{host}]:{port}"
 
     def _save(self) -> None:
         if self._path is not None:
@@ -206,9 +209,8 @@ class StateDir:
         plain = all(c.isascii() and (c.isalnum() or c in "-_") for c in network)
         return self.home / f"remembered-{network if plain else network.encode().hex()}.json"
 
-    @property
-    def known_hosts(self) -> KnownHosts:
-        return KnownHosts(self.home / "known_hosts.json")
+    def known_hosts(self, network: str = "main") -> KnownHosts:
+        return KnownHosts(self.home / "known_hosts.json", network)
 
     # ------------------------------------------------------------ first start
 
@@ -372,7 +374,3 @@ def _texts(values: Any) -> dict[str, str]:
     if not isinstance(values, dict):
         return {}
     return {k: v for k, v in values.items() if isinstance(k, str) and isinstance(v, str)}
-
-
-def _host_key(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
