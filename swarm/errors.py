@@ -13,6 +13,8 @@
     ├── CapacityError            memory or disk is too small; nothing was allocated
     │   └── CacheFull            a KV reservation is exhausted; KV unchanged
     ├── OutOfStep                a step starts beyond the KV's length; KV unchanged
+    ├── StepFailed               this peer couldn't finish one session's step; the others are unaffected
+    ├── EngineStopped            this peer's engine takes no more steps
     ├── Unreachable              nobody answers at an address
     │   └── PortTaken
     ├── IdentityError            a key file or a proved identity isn't what it has to be
@@ -106,6 +108,21 @@ class OutOfStep(SwarmError):
     def __init__(self, position: int, length: int) -> None:
         self.position, self.length = position, length
         super().__init__(f"a step at position {position} would leave a hole: the KV holds {length}")
+
+
+class StepFailed(SwarmError):
+    """A step gave nothing usable. The session's KV is at the step's position, its neighbours are unaffected."""
+
+    def __init__(self, layers: str, reason: str) -> None:
+        self.layers, self.reason = layers, reason
+        super().__init__(f"layers {layers} couldn't finish a step: {reason}")
+
+
+class EngineStopped(SwarmError):
+    """The engine was stopped. The step didn't run."""
+
+    def __init__(self) -> None:
+        super().__init__("this peer's engine was stopped; open the session on another peer")
 
 
 class Unreachable(SwarmError):
