@@ -142,6 +142,12 @@ class StreamReset(NamedTuple):
     reason: str
 
 
+class StreamOver(NamedTuple):
+    """Both sides have ended it, or this side has finished it. Nothing comes after it."""
+
+    stream: int
+
+
 class Writable(NamedTuple):
     """Asked for with `want_writable`: the send queue shrank below its bound, or is empty."""
 
@@ -160,7 +166,17 @@ class Closed(NamedTuple):
     reason: str
 
 
-Event = Secured | StreamOpened | MessageReceived | StreamEnded | StreamReset | Writable | RoundTrip | Closed
+Event = (
+    Secured
+    | StreamOpened
+    | MessageReceived
+    | StreamEnded
+    | StreamReset
+    | StreamOver
+    | Writable
+    | RoundTrip
+    | Closed
+)
 
 
 # ---------------------------------------------------------------- messages as bytes
@@ -919,7 +935,7 @@ class Connection:
         if not first.left:
             state.queue.popleft()
         if first.kind == RESET or (first.kind == END and state.they_ended):
-            self._remove(state)
+            self._complete(state)
         self._schedule(state)
         self._tell_writable(state)
         return b"".join((_HEADER.pack(first.kind, flags, state.number), *parts))
@@ -947,7 +963,11 @@ class Connection:
 
     def _remove_if_over(self, state: _Stream) -> None:
         if state.they_ended and state.we_ended and not state.queue:
-            self._remove(state)
+            self._complete(state)
+
+    def _complete(self, state: _Stream) -> None:
+        self._remove(state)
+        self._events.append(StreamOver(state.number))
 
     def _remove(self, state: _Stream) -> None:
         self._hold(state, -state.held)
