@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +25,7 @@ from peer.checkpoint import Progress, TensorSpec
 from peer.directory import DirectoryFiles
 from peer.fingerprint import FileHashes, write_atomically
 from peer.layout import ModelFiles
+from peer.resumable import download
 from peer.safetensors_header import broken, describe
 from swarm.errors import BrokenModel, CapacityError, GatedModel, ModelError, ModelNotFound
 
@@ -35,6 +37,8 @@ DISK_RESERVE_BYTES = 256 << 20
 # headers are a few hundred kB each: enough at once to hide the latency, few enough not to be throttled
 HEADER_REQUESTS = 8
 METADATA_TIMEOUT_S = 30.0
+# beyond it the hub serves a file through its own chunked storage only, which resumes by itself
+MAX_PLAIN_BYTES = 50_000_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +78,7 @@ class HubFiles:
         wanted = list(dict.fromkeys(names))
         missing = [name for name in wanted if self._cached(name) is None]
         if missing:
-            self._check_disk(sum(self.listing.files[name].size for name in missing))
+            self._check_disk(missing)
             for name in missing:
                 self._download(name, progress)
         for name in wanted:
@@ -130,22 +134,50 @@ class HubFiles:
         path = try_to_load_from_cache(self.label, name, revision=self.listing.commit)
         return Path(path) if isinstance(path, str) else None
 
-    def _check_disk(self, needed: int) -> None:
+    def _check_disk(self, names: list[str]) -> None:
         from huggingface_hub import constants
 
-        store = Path(constants.HF_HUB_CACHE)
-        check_disk(store, needed, f"{self.label} needs", "free some, or set HF_HOME to a larger disk")
+        needed = sum(self.listing.files[name].size for name in names)
+        kept = sum(path.stat().st_size for path in map(self._partial, names) if path.exists())
+        remedy = "free some, or set HF_HOME to a larger disk"
+        check_disk(Path(constants.HF_HUB_CACHE), needed - kept, f"{self.label} needs", remedy)
 
     def _download(self, name: str, progress: Progress) -> None:
         from huggingface_hub import hf_hub_download
 
+        stated = self.listing.files[name]
         with self._errors():
+            if stated.sha256 and stated.size <= MAX_PLAIN_BYTES:
+                self._download_blob(name, progress)
+            # makes the snapshot's link to the blob; downloads what isn't there yet
             hf_hub_download(
                 self.label,
                 name,
                 revision=self.listing.commit,
-                tqdm_class=_reporting(f"downloading {name}", self.listing.files[name].size, progress),
+                tqdm_class=_reporting(f"downloading {name}", stated.size, progress),
             )
+
+    def _download_blob(self, name: str, progress: Progress) -> None:
+        """Into huggingface_hub's cache, under the hash that is the blob's name there."""
+        from filelock import FileLock
+        from huggingface_hub import hf_hub_url
+
+        size, partial = self.listing.files[name].size, self._partial(name)
+        partial.parent.mkdir(parents=True, exist_ok=True)
+        url = hf_hub_url(self.label, name, revision=self.listing.commit)
+        with FileLock(partial.with_suffix(".lock")):  # of peers of one machine, one downloads
+            blob = partial.with_suffix("")
+            if not blob.exists():
+                download(url, partial, size, lambda done: progress(f"downloading {name}", done, size))
+                os.replace(partial, blob)
+
+    def _partial(self, name: str) -> Path:
+        from huggingface_hub import constants
+        from huggingface_hub.file_download import repo_folder_name
+
+        folder = repo_folder_name(repo_id=self.label, repo_type="model")
+        blob = self.listing.files[name].sha256 or self.listing.files[name].git_sha1
+        return Path(constants.HF_HUB_CACHE) / folder / "blobs" / f"{blob}.layerswarm"
 
     def _verify(self, name: str, progress: Progress) -> None:
         stated, path = self.listing.files[name], self.local(name)
@@ -255,7 +287,7 @@ def check_disk(directory: Path, needed: int, who: str, remedy: str) -> None:
 
 def _reporting(what: str, total: int, progress: Progress) -> type[Any]:
     """A progress bar class that draws nothing and reports to `progress` instead."""
-    from tqdm import tqdm
+    from huggingface_hub.utils import tqdm  # type: ignore[attr-defined]
 
     class Reporting(tqdm):
         def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -25,18 +25,21 @@ GENERATION = "generation_config.json"
 WEIGHTS = "model.safetensors"
 WEIGHTS_INDEX = "model.safetensors.index.json"
 TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
-TOKENIZER_FILES = (
+# any of these makes a tokenizer; all but the first need converting
+VOCABULARY_FILES = (
     "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    # what a tokenizer is made of where there is no tokenizer.json
     "tokenizer.model",
     "sentencepiece.bpe.model",
     "spiece.model",
     "vocab.json",
     "vocab.txt",
+)
+TOKENIZER_FILES = (
+    *VOCABULARY_FILES,
     "merges.txt",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
 )
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from peer.fingerprint import TOKENIZER_DOMAIN, FileHash, canonical_hash
-from peer.layout import GENERATION, Layout, ModelFiles, read_json
+from peer.layout import GENERATION, VOCABULARY_FILES, Layout, ModelFiles, read_json
 from swarm.errors import ModelNotFound, UnsupportedModel
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def tokenizer_hash(bundle: Mapping[str, bytes]) -> bytes:
 
 def make_bundle(files: ModelFiles, layout: Layout, config: PretrainedConfig, cache: Path) -> dict[str, bytes]:
     """Read or convert. The model's small files are on this machine. Raises ModelError."""
-    if not layout.tokenizer:
+    if not set(layout.tokenizer) & set(VOCABULARY_FILES):
         raise ModelNotFound(
             f"{files.label} has no tokenizer (tokenizer.json or tokenizer.model); "
             "fetch the tokenizer's files of the same model"

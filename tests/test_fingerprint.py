@@ -1,0 +1,87 @@
+"""The canonical encoding against its description, and the memory of hashes."""
+
+import hashlib
+import json
+import os
+import struct
+from pathlib import Path
+
+import pytest
+
+from peer import fingerprint
+from peer.fingerprint import FileHash, FileHashes, canonical_hash, write_atomically
+
+
+def test_the_encoding_is_the_documented_one() -> None:
+    one, two = hashlib.sha256(b"1").digest(), hashlib.sha256(b"2").digest()
+    files = [FileHash("weights", "é.safetensors", two), FileHash("config", "config.json", one)]
+    entries = b"".join(
+        struct.pack(">H", len(role)) + role + struct.pack(">H", len(name)) + name + digest
+        for role, name, digest in [
+            (b"config", b"config.json", one),
+            (b"weights", "é.safetensors".encode(), two),
+        ]
+    )
+    assert canonical_hash(b"domain\n", files) == hashlib.sha256(b"domain\n" + entries).digest()
+
+
+def test_neither_order_nor_where_a_name_is_cut_makes_two_models_equal() -> None:
+    digest = bytes(32)
+    ab, ba = FileHash("config", "a", digest), FileHash("weights", "b", digest)
+    assert canonical_hash(b"d", [ab, ba]) == canonical_hash(b"d", [ba, ab])
+    assert canonical_hash(b"d", [FileHash("ab", "c", digest)]) != canonical_hash(
+        b"d", [FileHash("a", "bc", digest)]
+    )
+    assert canonical_hash(b"d", [ab]) != canonical_hash(b"e", [ab])
+
+
+def test_a_file_is_hashed_once_and_again_when_it_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hashed: list[Path] = []
+    original = fingerprint.hash_file
+    monkeypatch.setattr(
+        fingerprint, "hash_file", lambda path, progress: hashed.append(path) or original(path)
+    )
+    file, hashes = tmp_path / "w", FileHashes(tmp_path / "memory")
+    file.write_bytes(b"one")
+    for _ in range(3):
+        assert hashes.sha256(file) == hashlib.sha256(b"one").digest()
+    assert len(hashed) == 1
+    file.write_bytes(b"two")
+    os.utime(file, ns=(0, 12345))
+    assert hashes.sha256(file) == hashlib.sha256(b"two").digest()
+    assert len(hashed) == 2
+
+
+@pytest.mark.parametrize("damage", [b"", b"{", b"[]", b"null", b'{"sha256": 3}'])
+def test_a_damaged_memory_is_made_anew(tmp_path: Path, damage: bytes) -> None:
+    file, hashes = tmp_path / "w", FileHashes(tmp_path / "memory")
+    file.write_bytes(b"one")
+    hashes.sha256(file)
+    (memory,) = hashes.directory.iterdir()
+    memory.write_bytes(damage)
+    assert hashes.sha256(file) == hashlib.sha256(b"one").digest()
+    assert json.loads(memory.read_bytes())["sha256"] == hashlib.sha256(b"one").hexdigest()
+
+
+def test_hashing_reports_its_progress(tmp_path: Path) -> None:
+    file, reports = tmp_path / "w.safetensors", []
+    file.write_bytes(bytes(3_000_000))
+    FileHashes(tmp_path / "memory").sha256(file, lambda *report: reports.append(report))
+    assert reports[-1] == ("checking w.safetensors", 3_000_000, 3_000_000)
+    assert [done for _, done, _ in reports] == sorted({done for _, done, _ in reports})
+
+
+def test_an_interrupted_write_leaves_the_old_content_and_no_litter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_atomically(tmp_path / "f", b"old")
+
+    def interrupted(source: str, target: Path) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write_atomically(tmp_path / "f", b"new")
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"f": b"old"}

@@ -1,0 +1,314 @@
+"""Models of the hub, against a server on loopback that speaks its interface."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import huggingface_hub
+import pytest
+from huggingface_hub import constants
+
+from peer import resumable
+from peer.source import ModelSource, resolve_model
+from swarm.errors import BrokenModel, CapacityError, GatedModel, ModelError, ModelNotFound, UnsupportedModel
+from tests.fake_hub import FakeHub, Repo
+from tests.tiny_model import LAYERS, change_json, shard_of, weights, write_tiny_model
+
+SHARDS = sorted({shard_of(name) for name in weights()})
+
+
+class World(NamedTuple):
+    hub: FakeHub
+    model: Path  # the same model as a directory
+    cache: Path
+    monkeypatch: pytest.MonkeyPatch
+
+    def resolve(self, name: str = "org/tiny", **options: object) -> ModelSource:
+        return resolve_model(name, cache=self.cache, **options)  # type: ignore[arg-type]
+
+    def publish(self, name: str = "org/tiny", **options: object) -> Repo:
+        self.hub.repos[name] = repo = Repo.of(self.model)
+        for key, value in options.items():
+            setattr(repo, key, value)
+        return repo
+
+    def offline(self) -> None:
+        self.monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _connections() -> Iterator[None]:
+    yield
+    huggingface_hub.close_session()
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    hub = FakeHub()
+    endpoint = hub.start()
+    # huggingface_hub reads HF_ENDPOINT, HF_HOME and HF_HUB_OFFLINE once, when it is imported
+    monkeypatch.setattr(constants, "ENDPOINT", endpoint)
+    monkeypatch.setattr(
+        constants, "HUGGINGFACE_CO_URL_TEMPLATE", endpoint + "/{repo_id}/resolve/{revision}/{filename}"
+    )
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hf"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no token"))
+    monkeypatch.setattr(resumable, "RETRY_PAUSE_S", 0.0)
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    try:
+        world = World(hub, write_tiny_model(tmp_path / "tiny", sharded=True), tmp_path / "cache", monkeypatch)
+        world.publish()
+        yield world
+    finally:
+        hub.stop()
+
+
+def refusal(world: World, kind: type[Exception], name: str = "org/tiny", **options: object) -> str:
+    with pytest.raises(kind) as caught:
+        world.resolve(name, **options)
+    assert type(caught.value) is kind
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def weight_downloads(world: World) -> list[str]:
+    """Weight files of which more than a header was asked for."""
+    return [shard for shard in SHARDS if any(span != "bytes=0-100000" for span in world.hub.downloads(shard))]
+
+
+def layer(number: int) -> list[str]:
+    return [name for name in weights() if name.startswith(f"model.layers.{number}.")]
+
+
+def test_a_model_is_described_without_a_download_of_its_weights(world: World) -> None:
+    source = world.resolve()
+    assert source.served_name == "org/tiny"
+    assert source.layers == LAYERS
+    assert {name: (s.shape, s.nbytes, s.file) for name, s in source.tensors.items()} == {
+        name: (array.shape, array.nbytes, shard_of(name)) for name, array in weights().items()
+    }
+    assert weight_downloads(world) == []
+
+
+def test_the_hub_and_a_directory_give_the_same_model_the_same_identity(world: World) -> None:
+    hub, directory = world.resolve(), resolve_model(str(world.model), cache=world.cache)
+    assert hub.fingerprint == directory.fingerprint
+    assert hub.tokenizer_hash == directory.tokenizer_hash
+    assert hub.tokenizer_files() == directory.tokenizer_files()
+
+
+def test_a_span_downloads_only_its_own_shards(world: World) -> None:
+    source, reports = world.resolve(), []
+    source.fetch_tensors(layer(1) + layer(2), lambda *report: reports.append(report))
+    assert weight_downloads(world) == ["model-00002-of-00005.safetensors", "model-00003-of-00005.safetensors"]
+    for number in (1, 2):
+        shard = shard_of(layer(number)[0])
+        assert source.path(shard).read_bytes() == (world.model / shard).read_bytes()
+        size = (world.model / shard).stat().st_size
+        assert (f"downloading {shard}", size, size) in reports
+    with pytest.raises(BrokenModel, match=r"model-00001-of-00005.*isn't on this machine"):
+        source.path("model-00001-of-00005.safetensors")
+
+
+def test_what_is_here_is_not_fetched_again(world: World) -> None:
+    world.resolve().fetch_tensors(layer(1))
+    world.hub.requests.clear()
+    world.resolve().fetch_tensors(layer(1))
+    assert [path for _, path, _ in world.hub.requests] == ["/api/models/org/tiny"]
+
+
+def test_an_interrupted_download_resumes_where_it_stopped(world: World) -> None:
+    source = world.resolve()
+
+    def interrupt(what: str, done: int, total: int) -> None:
+        if done >= 3000:
+            raise KeyboardInterrupt
+
+    world.hub.break_after = 1500
+    with pytest.raises(KeyboardInterrupt):
+        source.fetch_tensors(layer(1), interrupt)
+    world.hub.requests.clear()
+    world.hub.break_after = None
+    source.fetch_tensors(layer(1))
+    shard = shard_of(layer(1)[0])
+    assert world.hub.downloads(shard) == ["bytes=3000-"]
+    assert source.path(shard).read_bytes() == (world.model / shard).read_bytes()
+
+
+def test_a_line_that_breaks_is_taken_up_again_at_once(world: World) -> None:
+    shard = shard_of(layer(1)[0])
+    source = world.resolve()
+    world.hub.break_after = 1500
+    source.fetch_tensors(layer(1))
+    size = (world.model / shard).stat().st_size
+    assert world.hub.downloads(shard)[1:] == ["", *(f"bytes={start}-" for start in range(1500, size, 1500))]
+    assert source.path(shard).read_bytes() == (world.model / shard).read_bytes()
+
+
+def test_a_line_that_brings_nothing_is_given_up(world: World) -> None:
+    source = world.resolve()
+    world.hub.break_after = 0
+    with pytest.raises(ModelError, match="can't reach the hub"):
+        source.fetch_tensors(layer(1))
+
+
+def test_a_file_with_another_hash_than_the_hub_states_is_refused_and_deleted(world: World) -> None:
+    shard = shard_of(layer(1)[0])
+    world.publish(stated={shard: "ab" * 32})
+    source = world.resolve()
+    with pytest.raises(BrokenModel, match=f"{shard} of org/tiny can't be used: its hash isn't"):
+        source.fetch_tensors(layer(1))
+    world.publish()
+    world.resolve().fetch_tensors(layer(1))
+
+
+def test_a_small_file_with_another_hash_than_the_hub_states_is_refused(world: World) -> None:
+    world.publish(stated={"config.json": "ab" * 20})
+    assert "config.json of org/tiny can't be used: its hash" in refusal(world, BrokenModel)
+
+
+def test_too_little_disk_is_said_with_numbers_before_any_download(world: World) -> None:
+    source = world.resolve()
+    usage = type(shutil.disk_usage("/"))
+    world.monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**9, 10**9 - 1000, 1000))
+    with pytest.raises(
+        CapacityError, match=r"needs 0\.00 GB of disk and 0\.27 GB to spare, 0\.00 GB are free.*HF_HOME"
+    ):
+        source.fetch_tensors(layer(1))
+    assert weight_downloads(world) == []
+
+
+# -- what the hub says no to -----------------------------------------------------------------------------
+
+
+def test_a_gated_model_names_the_licence_page_and_the_token(world: World) -> None:
+    world.publish(gated=True)
+    text = refusal(world, GatedModel)
+    assert "https://huggingface.co/org/tiny" in text
+    assert "HF_TOKEN" in text
+
+
+def test_a_gated_model_opens_to_the_token(world: World) -> None:
+    world.publish(gated=True)
+    world.monkeypatch.setenv("HF_TOKEN", world.hub.token)
+    source = world.resolve()
+    source.fetch_tensors(layer(1))
+    assert source.layers == LAYERS
+
+
+@pytest.mark.parametrize("status", [401, 403])
+def test_a_bare_refusal_names_the_licence_page_too(world: World, status: int) -> None:
+    world.hub.status = status
+    with pytest.raises((GatedModel, ModelNotFound)) as caught:
+        world.resolve()
+    assert "HF_TOKEN" in str(caught.value)
+
+
+def test_a_missing_model_is_said_to_be_in_neither_place(world: World) -> None:
+    text = refusal(world, ModelNotFound, "org/nothing")
+    assert "no model org/nothing on the hub" in text
+    assert "no such directory" in text
+
+
+def test_a_missing_revision_is_named(world: World) -> None:
+    assert "no revision 'v9'" in refusal(world, ModelNotFound, revision="v9")
+
+
+def test_a_revision_is_used(world: World) -> None:
+    world.publish(revisions=("main", "v1"))
+    assert world.resolve(revision="v1").layers == LAYERS
+    assert ("GET", "/api/models/org/tiny/revision/v1", "") in world.hub.requests
+
+
+def test_a_hub_in_trouble_is_no_fault_of_the_model(world: World) -> None:
+    world.hub.status = 500
+    assert "the hub answered 500 for org/tiny" in refusal(world, ModelError)
+
+
+def test_no_network_says_what_helps(world: World) -> None:
+    world.monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    text = refusal(world, ModelError)
+    assert "can't reach the hub at http://127.0.0.1:9" in text
+    assert "HF_HUB_OFFLINE" in text
+    assert "local directory" in text
+
+
+# -- refused before any download -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("spoil", "kind", "says"),
+    [
+        ("pickle", UnsupportedModel, "only pickled weights"),
+        ("remote code", UnsupportedModel, "needs remote code"),
+        ("quantised", UnsupportedModel, "is quantised (gptq)"),
+        ("gguf", UnsupportedModel, "GGUF"),
+        ("shard", BrokenModel, "lacks model-00002-of-00005.safetensors of the 6 weight files"),
+        ("config", BrokenModel, "config.json of org/tiny isn't JSON (line 1, column 2"),
+        ("cut", BrokenModel, "model-00002-of-00005.safetensors can't be used: it is truncated"),
+        ("garbage", BrokenModel, "model-00002-of-00005.safetensors can't be used: its header"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_before_any_weight_is_fetched(
+    world: World, spoil: str, kind: type[ModelError], says: str
+) -> None:
+    shard = world.model / "model-00002-of-00005.safetensors"
+    if spoil in ("pickle", "gguf"):
+        for path in world.model.glob("*.safetensors*"):
+            path.unlink()
+        (world.model / ("pytorch_model.bin" if spoil == "pickle" else "x.gguf")).write_bytes(b"x")
+    elif spoil == "remote code":
+        change_json(world.model / "config.json", model_type="strange", auto_map={"AutoConfig": "x.Y"})
+    elif spoil == "quantised":
+        change_json(world.model / "config.json", quantization_config={"quant_method": "gptq"})
+    elif spoil == "shard":
+        shard.unlink()
+    elif spoil == "config":
+        (world.model / "config.json").write_text("{")
+    elif spoil == "cut":
+        shard.write_bytes(shard.read_bytes()[:-2000])
+    else:
+        shard.write_bytes(b"\x09" + bytes(7) + b"{garbage}" + bytes(100))
+    world.publish()
+    assert says in refusal(world, kind)
+    assert weight_downloads(world) == []
+
+
+# -- offline ---------------------------------------------------------------------------------------------
+
+
+def test_a_part_of_a_model_that_was_fetched_serves_offline(world: World) -> None:
+    online = world.resolve()
+    online.fetch_tensors(layer(1))
+    world.hub.requests.clear()
+    world.offline()
+    source = world.resolve()
+    source.fetch_tensors(layer(1))
+    assert source.fingerprint == online.fingerprint
+    assert source.tensors == online.tensors
+    with pytest.raises(ModelError, match="HF_HUB_OFFLINE"):
+        source.fetch_tensors(layer(2))
+    assert world.hub.requests == []
+
+
+def test_a_model_that_another_program_fetched_serves_offline(world: World) -> None:
+    online = world.resolve()
+    huggingface_hub.snapshot_download("org/tiny")
+    shutil.rmtree(world.cache)
+    world.hub.requests.clear()
+    world.offline()
+    source = world.resolve()
+    source.fetch_tensors(weights())
+    assert source.fingerprint == online.fingerprint
+    assert world.hub.requests == []
+
+
+def test_a_model_that_was_never_fetched_says_so_offline(world: World) -> None:
+    world.offline()
+    text = refusal(world, ModelNotFound)
+    assert "org/tiny isn't in the local cache" in text
+    assert "HF_HUB_OFFLINE" in text

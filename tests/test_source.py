@@ -1,0 +1,283 @@
+"""Models in directories: what is accepted, and the one line that each refusal says."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from peer.source import ModelSource, resolve_model
+from swarm.errors import BrokenModel, ModelError, ModelNotFound, UnsupportedModel, UsageError
+from tests.tiny_model import CONFIG, LAYERS, change_json, shard_of, weights, write_tiny_model
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return write_tiny_model(tmp_path / "tiny")
+
+
+@pytest.fixture
+def sharded(tmp_path: Path) -> Path:
+    return write_tiny_model(tmp_path / "tiny", sharded=True)
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    return tmp_path / "cache"
+
+
+def resolve(directory: Path | str, cache: Path, **options: str) -> ModelSource:
+    return resolve_model(str(directory), cache=cache, **options)
+
+
+def refusal(directory: Path | str, cache: Path, kind: type[ModelError]) -> str:
+    with pytest.raises(kind) as caught:
+        resolve(directory, cache)
+    text = str(caught.value)
+    assert "\n" not in text
+    assert type(caught.value) is kind
+    return text
+
+
+def test_a_directory_is_described(model: Path, cache: Path) -> None:
+    source = resolve(model, cache)
+    assert source.served_name == "tiny"
+    assert source.layers == LAYERS
+    expected = {name: (array.shape, array.nbytes) for name, array in weights().items()}
+    assert {name: (spec.shape, spec.nbytes) for name, spec in source.tensors.items()} == expected
+    assert source.weight_bytes == sum(array.nbytes for array in weights().values())
+    assert source.path("model.safetensors") == (model / "model.safetensors").resolve()
+    assert source.config.model_type == "llama"
+
+
+def test_shards_are_described_each_tensor_in_its_own(sharded: Path, cache: Path) -> None:
+    source = resolve(sharded, cache)
+    assert {name: spec.file for name, spec in source.tensors.items()} == {
+        name: shard_of(name) for name in weights()
+    }
+    second = [name for name in source.tensors if name.startswith("model.layers.1.")]
+    assert source.files_of(second) == ("model-00002-of-00005.safetensors",)
+    source.fetch_tensors(second)
+
+
+def test_a_tensor_that_the_span_needs_and_the_files_lack_is_named(model: Path, cache: Path) -> None:
+    with pytest.raises(BrokenModel, match=r"lacks the tensor model\.layers\.9\.w; fetch"):
+        resolve(model, cache).fetch_tensors(["model.layers.9.w"])
+
+
+def test_the_served_name_can_be_chosen(model: Path, cache: Path) -> None:
+    assert resolve(model, cache, served_name="mine").served_name == "mine"
+
+
+def test_the_current_directory_has_its_own_name(
+    model: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(model)
+    assert resolve(".", cache).served_name == "tiny"
+
+
+def test_a_relative_path_without_a_dot_is_a_directory_if_it_exists(
+    model: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(model.parent.parent)
+    assert resolve(f"{model.parent.name}/tiny", cache).served_name == "tiny"
+
+
+# -- the fingerprint -------------------------------------------------------------------------------------
+
+
+def test_the_fingerprint_follows_every_file_that_decides_what_is_computed(sharded: Path, cache: Path) -> None:
+    before = resolve(sharded, cache).fingerprint
+    assert len(before) == 32
+    seen = {before}
+    for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
+        original = (sharded / name).read_bytes()
+        (sharded / name).write_bytes(original + b"\n")
+        seen.add(resolve(sharded, cache).fingerprint)
+        (sharded / name).write_bytes(original)
+    (sharded / "chat_template.jinja").write_text("hello")
+    seen.add(resolve(sharded, cache).fingerprint)
+    (sharded / "chat_template.jinja").unlink()
+    for shard in sorted({shard_of(name) for name in weights()}):
+        original = (sharded / shard).read_bytes()
+        (sharded / shard).write_bytes(original[:-1] + bytes([original[-1] ^ 1]))
+        seen.add(resolve(sharded, cache).fingerprint)
+        (sharded / shard).write_bytes(original)
+    assert len(seen) == 1 + 4 + 1 + LAYERS + 2
+    assert resolve(sharded, cache).fingerprint == before
+
+
+def test_neither_place_nor_other_files_change_the_fingerprint(
+    model: Path, tmp_path: Path, cache: Path
+) -> None:
+    before = resolve(model, cache).fingerprint
+    (model / "README.md").write_text("hello")
+    (model / "training_args.bin").write_bytes(b"pickle")
+    moved = model.rename(tmp_path / "elsewhere")
+    assert resolve(moved, tmp_path / "another cache").fingerprint == before
+
+
+# -- refusals --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "text", ["/no/such/model", "./nothing", "~/surely/not/here", "../nothing/at/all/here"]
+)
+def test_no_such_directory(text: str, cache: Path) -> None:
+    assert f"no such directory: {text}" in refusal(text, cache, ModelNotFound)
+
+
+def test_a_single_word_that_is_no_directory_says_what_can_be_named(cache: Path) -> None:
+    text = refusal("llama", cache, ModelNotFound)
+    assert "no such directory: llama" in text
+    assert "org/name" in text
+    assert "smollm2" in text
+
+
+def test_a_file_in_place_of_a_directory(model: Path, cache: Path) -> None:
+    assert "is a file; name the directory" in refusal(model / "model.safetensors", cache, ModelNotFound)
+
+
+@pytest.mark.parametrize("exists", [True, False])
+def test_a_gguf_file_names_the_alternative(tmp_path: Path, cache: Path, exists: bool) -> None:
+    if exists:
+        (tmp_path / "x.gguf").write_bytes(b"GGUF")
+    text = refusal(tmp_path / "x.gguf", cache, UnsupportedModel)
+    assert "serving GGUF files directly isn't supported yet" in text
+    assert "Hugging Face layout" in text
+
+
+def test_a_directory_of_gguf_files_names_the_alternative(tmp_path: Path, cache: Path) -> None:
+    (tmp_path / "x.gguf").write_bytes(b"GGUF")
+    assert "isn't supported yet" in refusal(tmp_path, cache, UnsupportedModel)
+
+
+def test_no_config(model: Path, cache: Path) -> None:
+    (model / "config.json").unlink()
+    assert "has no config.json" in refusal(model, cache, ModelNotFound)
+
+
+def test_an_adapter_is_not_a_model(model: Path, cache: Path) -> None:
+    (model / "config.json").rename(model / "adapter_config.json")
+    assert "is an adapter" in refusal(model, cache, UnsupportedModel)
+
+
+def test_a_broken_config_names_the_place(model: Path, cache: Path) -> None:
+    (model / "config.json").write_text('{\n  "model_type": "llama",\n  "x": }\n')
+    assert "config.json" in (text := refusal(model, cache, BrokenModel))
+    assert "line 3, column 8" in text
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe\x00x", b"[1]", b"3", b"{}", b'{"model_type": 3}'])
+def test_a_config_that_is_no_config(model: Path, cache: Path, content: bytes) -> None:
+    (model / "config.json").write_bytes(content)
+    assert "config.json" in refusal(model, cache, BrokenModel)
+
+
+@pytest.mark.parametrize(
+    "change", [{"num_hidden_layers": "four"}, {"hidden_size": None}, {"num_attention_heads": 0}]
+)
+def test_a_config_with_a_wrong_value(model: Path, cache: Path, change: dict[str, object]) -> None:
+    change_json(model / "config.json", **change)
+    assert "config.json" in refusal(model, cache, BrokenModel)
+
+
+def test_no_weights(model: Path, cache: Path) -> None:
+    (model / "model.safetensors").unlink()
+    assert "has no weights (model.safetensors" in refusal(model, cache, ModelNotFound)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.00.pth", "model.pt"])
+def test_only_pickled_weights_are_refused_with_the_reason(model: Path, cache: Path, name: str) -> None:
+    (model / "model.safetensors").rename(model / name)
+    text = refusal(model, cache, UnsupportedModel)
+    assert f"only pickled weights ({name})" in text
+    assert "run the code" in text
+    assert "safetensors" in text
+
+
+def test_pickled_weights_beside_safetensors_are_no_matter(model: Path, cache: Path) -> None:
+    (model / "pytorch_model.bin").write_bytes(b"pickle")
+    assert resolve(model, cache).layers == LAYERS
+
+
+def test_remote_code_is_refused(model: Path, cache: Path) -> None:
+    change_json(model / "config.json", model_type="strange", auto_map={"AutoConfig": "configuration.Strange"})
+    assert "needs remote code (auto_map" in refusal(model, cache, UnsupportedModel)
+
+
+def test_remote_code_for_a_built_in_type_is_left_alone(model: Path, cache: Path) -> None:
+    change_json(model / "config.json", auto_map={"AutoConfig": "configuration.Llama"})
+    assert type(resolve(model, cache).config).__module__.startswith("transformers.")
+
+
+def test_an_unknown_model_type_names_the_release_of_transformers(model: Path, cache: Path) -> None:
+    import transformers
+
+    change_json(model / "config.json", model_type="strange")
+    text = refusal(model, cache, UnsupportedModel)
+    assert "'strange'" in text
+    assert transformers.__version__ in text
+
+
+def test_a_model_that_generates_no_text_is_refused(model: Path, cache: Path) -> None:
+    change_json(model / "config.json", model_type="vit")
+    assert "doesn't generate text" in refusal(model, cache, UnsupportedModel)
+
+
+@pytest.mark.parametrize("key", ["quantization_config", "compression_config"])
+def test_a_quantisation_is_refused_by_name(model: Path, cache: Path, key: str) -> None:
+    change_json(model / "config.json", **{key: {"quant_method": "awq"}})
+    assert "quantised (awq)" in refusal(model, cache, UnsupportedModel)
+
+
+def test_a_truncated_weight_file_is_named(sharded: Path, cache: Path) -> None:
+    shard = sharded / "model-00003-of-00005.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-5])
+    assert "model-00003-of-00005.safetensors" in (text := refusal(sharded, cache, BrokenModel))
+    assert "truncated" in text
+
+
+def test_a_shard_that_the_index_names_and_nobody_has(sharded: Path, cache: Path) -> None:
+    (sharded / "model-00003-of-00005.safetensors").unlink()
+    (sharded / "model-00004-of-00005.safetensors").unlink()
+    text = refusal(sharded, cache, BrokenModel)
+    assert "lacks model-00003-of-00005.safetensors and 1 more of the 6 weight files" in text
+
+
+@pytest.mark.parametrize(
+    "weight_map", [None, {}, [], {"w": "../../etc/passwd"}, {"w": "/etc/passwd"}, {"w": None}]
+)
+def test_an_index_that_names_no_files_of_the_model(sharded: Path, cache: Path, weight_map: object) -> None:
+    change_json(sharded / "model.safetensors.index.json", weight_map=weight_map)
+    refusal(sharded, cache, BrokenModel)
+
+
+def test_no_tokenizer(model: Path, cache: Path) -> None:
+    (model / "tokenizer.json").unlink()
+    assert "has no tokenizer (tokenizer.json" in refusal(model, cache, ModelNotFound)
+    (model / "tokenizer_config.json").unlink()
+    assert "has no tokenizer (tokenizer.json" in refusal(model, cache, ModelNotFound)
+
+
+def test_a_revision_of_a_directory_makes_no_sense(model: Path, cache: Path) -> None:
+    with pytest.raises(UsageError, match="--revision is for models of the hub"):
+        resolve(model, cache, revision="main")
+
+
+def test_describing_a_model_imports_no_torch_before_its_first_refusal(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "quantization_config": {}}))
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    program = (
+        "import sys\nfrom pathlib import Path\nfrom peer.source import resolve_model\n"
+        "from swarm.errors import UnsupportedModel\n"
+        f"try: resolve_model({str(tmp_path)!r}, cache=Path({str(tmp_path / 'c')!r}))\n"
+        "except UnsupportedModel: pass\n"
+        "print('torch' in sys.modules, 'transformers' in sys.modules)"
+    )
+    root = Path(__file__).resolve().parent.parent
+    environment = {**os.environ, "PYTHONPATH": str(root)}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
+    assert done.stdout.split() == ["False", "False"], done.stderr
