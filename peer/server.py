@@ -1,0 +1,477 @@
+"""SHELL of a serving peer: sockets -> hop -> engine -> next hop.
+
+One `HopRun` a (client, session, start layer): it owns the `hop.Hop` core, the KV cache, the stream to the
+client and the streams to its neighbours, does what the core asks for, and keeps the core's one timer.
+The state outlives its streams: a client that reconnects finds it until the lease is over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from peer.cache import KvPool
+from peer.engine import Engine, Job, JobResult
+from peer.hop import (
+    Compute,
+    Effect,
+    EnsureLink,
+    Free,
+    Hop,
+    HopConfig,
+    SendStep,
+    SendTokens,
+    SessionKey,
+    ToClient,
+)
+from peer.model import from_raw, to_raw
+from routing.spans import Span
+from swarm.errors import LinkFailed, MessageError, SwarmError
+from swarm.identity import PeerId
+from swarm.messages import (
+    HopRef,
+    Message,
+    Open,
+    Prepare,
+    RefusedMessage,
+    Step,
+    StepsLink,
+    Tokens,
+    TokensLink,
+    Unknown,
+)
+from swarm.node import Node
+from swarm.records import Descriptor, open_record
+from swarm.tensors import ids_tensor, read_ids
+from swarm.transport import Link, Stream, Transport
+from swarm.wire import Priority
+
+log = logging.getLogger("swarm.server")
+
+MAX_STEP_ROWS = 2048  # rows of one step that a neighbour may send; our own chunks are far smaller
+STEP_HEADER_BYTES = 1024  # a step's map
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """What this peer serves. width: of hidden states, whose rows travel as `dtype`."""
+
+    fingerprint: bytes
+    span: Span
+    layers: int
+    width: int
+    dtype: str
+    max_sessions: int
+    context: int
+
+
+class Server:
+    """All sessions of this peer. Raises nothing at its callers; faults cost the stream they came on."""
+
+    def __init__(
+        self,
+        node: Node,
+        transport: Transport,
+        engine: Engine,
+        pool: KvPool,
+        serving: Serving,
+        config: HopConfig,
+    ) -> None:
+        self.node, self.transport, self.engine, self.pool = node, transport, engine, pool
+        self.serving, self.config = serving, config
+        self.me = transport.identity.peer_id
+        self.runs: dict[SessionKey, HopRun] = {}
+        self.draining = False
+        self.emptied = asyncio.Event()
+        self.emptied.set()
+        transport.handle(Open, self._on_session)
+        transport.handle(Prepare, self._on_session)
+        transport.handle(StepsLink, self._on_steps)
+        transport.handle(TokensLink, self._on_tokens)
+
+    @property
+    def sessions(self) -> int:
+        return len({(client, session) for client, session, _ in self.runs})
+
+    # ------------------------------------------------------------ streams from clients
+
+    async def _on_session(self, stream: Stream, message: Message) -> None:
+        run: HopRun | None = None
+        try:
+            while True:
+                if isinstance(message, Open | Prepare):
+                    run = self._run_for(stream, message)
+                if run is not None:
+                    run.receive(stream, message)
+                message = await stream.receive()
+        finally:
+            if run is not None:
+                run.detach(stream)
+
+    def _run_for(self, stream: Stream, message: Open | Prepare) -> HopRun | None:
+        """The run that this message is for, made on `Open`; None once it was answered with a no."""
+        client = stream.link.peer
+        key = SessionKey(client, message.session, message.span.start)
+        run = self.runs.get(key)
+        if run is not None:
+            return run
+        if isinstance(message, Prepare):
+            stream.send_nowait(Unknown(message.epoch))
+            return None
+        reason = self._refusal(message)
+        if reason is not None:
+            stream.send_nowait(RefusedMessage(message.epoch, reason, self.config.retry_after_s))
+            return None
+        run = self.runs[key] = HopRun(self, client, message.session, message.span.start)
+        self.emptied.clear()
+        return run
+
+    def _refusal(self, message: Open) -> str | None:
+        """Why this session can't be held here, or None."""
+        serving = self.serving
+        if message.fingerprint != serving.fingerprint:
+            return f"another model is served here ({serving.fingerprint.hex()[:8]})"
+        if not serving.span.covers(message.span):
+            return f"layers {message.span} aren't served here, {serving.span} are"
+        if self.draining:
+            return "draining"
+        if message.reserve > serving.context:
+            return f"{message.reserve} positions are beyond the context of {serving.context} here"
+        self._make_room(message.reserve)
+        if len(self.runs) >= serving.max_sessions:
+            return f"full: {len(self.runs)} of {serving.max_sessions} sessions are open"
+        return None
+
+    def _make_room(self, positions: int) -> None:
+        """Let go of sessions whose client has fallen silent, the stalest first, while room is lacking."""
+        now = asyncio.get_running_loop().time()
+        silent = [run for run in self.runs.values() if run.core.in_grace(now)]
+        for run in sorted(silent, key=lambda run: run.core.idle_since or 0.0):
+            if self.pool.free_positions >= positions and len(self.runs) < self.serving.max_sessions:
+                return
+            log.info("session %s let go: its client was silent", run.key.session.hex()[:8])
+            run.evict()
+
+    # ------------------------------------------------------------ streams from other hops
+
+    async def _on_steps(self, stream: Stream, link: Message) -> None:
+        assert isinstance(link, StepsLink)
+        stream.max_message_bytes = STEP_HEADER_BYTES + MAX_STEP_ROWS * self.serving.width * 4
+        run = self._linked(link)
+        while await run.ready_for(link.epoch):
+            step = await stream.receive()
+            if not isinstance(step, Step) or step.epoch != link.epoch:
+                raise MessageError(f"expected a Step of epoch {link.epoch}, got {type(step).__name__}")
+            run.receive_step(stream.link.peer, step, self.hidden(step))
+
+    async def _on_tokens(self, stream: Stream, link: Message) -> None:
+        assert isinstance(link, TokensLink)
+        run = self._linked(link)
+        while await run.ready_for(link.epoch):
+            tokens = await stream.receive()
+            if not isinstance(tokens, Tokens) or tokens.epoch != link.epoch:
+                raise MessageError(f"expected Tokens of epoch {link.epoch}, got {type(tokens).__name__}")
+            run.receive_tokens(stream.link.peer, tokens)
+
+    def _linked(self, link: StepsLink | TokensLink) -> HopRun:
+        run = self.run_at(link.client, link.session, link.start)
+        if run is None:
+            raise MessageError("no such session here")
+        return run
+
+    def hidden(self, step: Step) -> Tensor:
+        """The step's rows as a tensor [n, width]. Raises MessageError unless shape and dtype are the model's."""
+        raw = step.tensors.get("hidden")
+        if raw is None or len(raw.shape) != 2 or raw.dtype != self.serving.dtype:
+            raise MessageError(f"a step carries `hidden` as {self.serving.dtype} [n, {self.serving.width}]")
+        rows, width = raw.shape
+        if width != self.serving.width or not 0 < rows <= MAX_STEP_ROWS:
+            raise MessageError(
+                f"a step's `hidden` is [n, {self.serving.width}], n up to {MAX_STEP_ROWS}, got {list(raw.shape)}"
+            )
+        return from_raw(raw)
+
+    def run_at(self, client: PeerId, session: bytes, start: int) -> HopRun | None:
+        return self.runs.get(SessionKey(client, session, start))
+
+    async def reach(self, to: HopRef) -> Link:
+        """A connection to another hop, by the addresses in its signed descriptor. Raises PeerFailed."""
+        record = open_record(to.descriptor)
+        assert isinstance(record, Descriptor), "checked when the chain came"
+        return await self.transport.link_to(to.peer, record.addresses)
+
+    def forget(self, run: HopRun) -> None:
+        self.runs.pop(run.key, None)
+        if not self.runs:
+            self.emptied.set()
+
+    # ------------------------------------------------------------ leaving
+
+    async def drain(self, within_s: float) -> None:
+        """No new sessions; those open are told to go elsewhere. Returns when none is left or time is up."""
+        self.draining = True
+        for run in list(self.runs.values()):
+            run.leave(within_s)
+        try:
+            async with asyncio.timeout(within_s):
+                await self.emptied.wait()
+        except TimeoutError:
+            log.info("%d sessions were still open after %.0f s", len(self.runs), within_s)
+
+
+class HopRun:
+    """Shell around one `Hop` core."""
+
+    def __init__(self, server: Server, client: PeerId, session: bytes, start: int) -> None:
+        self.core = Hop(server.me, client, session, start, server.config, server.pool, torch.cat)
+        self.key = self.core.key
+        self._server = server
+        self._loop = asyncio.get_running_loop()
+        self._stream: Stream | None = None
+        self._outbound: Outbound | None = None  # of the newest epoch
+        self._timer: asyncio.TimerHandle | None = None
+        self._changed = asyncio.Event()
+        self._freed = False
+
+    @property
+    def now(self) -> float:
+        return self._loop.time()
+
+    # ------------------------------------------------------------ what comes in
+
+    def receive(self, stream: Stream, message: Message) -> None:
+        """Raises MessageError when the message can't be right."""
+        self._stream = stream
+        if isinstance(message, Open | Prepare):
+            check_target(message, self._server.me)
+        self._drive(self.core.receive, message)
+
+    def receive_step(self, sender: PeerId, step: Step, rows: Tensor) -> None:
+        self._drive(self.core.receive_step, sender, step.epoch, step, rows)
+
+    def receive_tokens(self, sender: PeerId, tokens: Tokens) -> None:
+        assert tokens.ids is not None
+        ids = read_ids(tokens.ids)
+        self._drive(self.core.receive_tokens, sender, tokens.epoch, tokens.first_position, ids)
+
+    async def ready_for(self, epoch: int) -> bool:
+        """Wait until a step of `epoch` may be read; False once that epoch is over."""
+        while (verdict := "never" if self._freed else self.core.accepts(epoch)) == "later":
+            self._changed.clear()
+            await self._changed.wait()
+        return verdict == "now"
+
+    def detach(self, stream: Stream) -> None:
+        """The client's stream is gone; the lease runs on."""
+        if self._stream is stream and not self._freed:
+            self._stream = None
+            self._drive(self.core.client_gone)
+
+    def link_up(self, epoch: int) -> None:
+        self._drive(self.core.link_up, epoch)
+
+    def link_down(self, epoch: int, reason: str) -> None:
+        self._drive(self.core.link_down, epoch, reason)
+
+    def evict(self) -> None:
+        self._drive(self.core.evict)
+
+    def leave(self, within_s: float) -> None:
+        self.core.leave(within_s)
+        self._transmit()
+
+    # ------------------------------------------------------------ what the core wants
+
+    def _drive(self, call: Callable[..., None], *arguments: Any) -> None:
+        """Tell the core, do what it wants done, and re-arm the one timer."""
+        if not self._freed:
+            call(*arguments, self.now)
+            self._transmit()
+
+    def _transmit(self) -> None:
+        for effect in self.core.drain():
+            self._perform(effect)
+        self._changed.set()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if not self._freed and self.core.deadline is not None:
+            self._timer = self._loop.call_at(self.core.deadline, self._tick)
+
+    def _tick(self) -> None:
+        self._timer = None
+        self._drive(self.core.tick)
+
+    def _perform(self, effect: Effect) -> None:
+        match effect:
+            case ToClient(message):
+                self._to_client(message)
+            case EnsureLink(epoch, to):
+                self._replace_outbound(Outbound(self._server, self, epoch, to))
+            case SendStep():
+                step = Step(
+                    {"hidden": to_raw(effect.payload)},
+                    effect.epoch, effect.round, effect.position, effect.sample,
+                    effect.compute_s, effect.queue_s,
+                )  # fmt: skip
+                self._send(step, Priority.DECODE if len(effect.payload) == 1 else Priority.PREFILL)
+            case SendTokens(epoch, _, first, ids):
+                self._send(Tokens(epoch, first, None, ids=ids_tensor(ids)), Priority.DECODE)
+            case Compute():
+                self._compute(effect)
+            case Free():
+                self._free()
+
+    def _to_client(self, message: Message) -> None:
+        if self._stream is not None:
+            try:
+                self._stream.send_nowait(message, Priority.CONTROL)
+            except SwarmError as error:  # gone or not reading: the lease decides, not this message
+                log.debug("the client of %s can't be told: %s", self.key.session.hex()[:8], error)
+
+    def _replace_outbound(self, outbound: Outbound | None) -> None:
+        if self._outbound is not None:
+            self._outbound.close()
+        self._outbound = outbound
+
+    def _send(self, message: Message, priority: Priority) -> None:
+        assert self._outbound is not None, "the core sends only over a link that it asked for"
+        self._outbound.send(message, priority)
+
+    def _compute(self, work: Compute) -> None:
+        job = Job(
+            cache=self._server.pool.cache(self.key),
+            span=work.span,
+            position=work.position,
+            ids=work.ids,
+            hidden=work.payload,
+            sample=work.sample,
+        )
+        answer = self._server.engine.submit(job)
+        answer.add_done_callback(lambda done: self._computed(work, done))
+
+    def _computed(self, work: Compute, answer: asyncio.Future[JobResult]) -> None:
+        if answer.cancelled() or self._freed:
+            return
+        error = answer.exception()
+        if error is not None:
+            if not isinstance(error, SwarmError):  # a bug of ours: told in full here, in short to the client
+                log.error("a step failed", exc_info=error)
+            self._drive(self.core.failed, work, str(error) or type(error).__name__)
+            return
+        result = answer.result()
+        self._drive(self.core.computed, work, result.output, result.token, result.spent)
+
+    def _free(self) -> None:
+        """Nothing of this session is left afterwards."""
+        if self._freed:
+            return
+        self._freed = True
+        if self._timer is not None:
+            self._timer.cancel()
+        self._replace_outbound(None)
+        self._changed.set()
+        self._server.forget(self)
+
+
+def check_target(message: Open | Prepare, me: PeerId) -> None:
+    """Only a descriptor signed by the hop that it names may make us dial. Raises MessageError."""
+    target = message.next or message.first
+    if target.peer == me:
+        return
+    record = open_record(target.descriptor)
+    if not isinstance(record, Descriptor) or record.peer != target.peer:
+        raise MessageError(f"the descriptor of hop {target.peer[:8]} isn't signed by that peer")
+
+
+class Outbound:
+    """One epoch's way to the next hop (from the last hop: to the first), which may be on this very peer.
+
+    Messages leave in order. `link_up` once the way stands, `link_down` when it can't be made or breaks.
+    """
+
+    def __init__(self, server: Server, run: HopRun, epoch: int, to: HopRef) -> None:
+        self._server, self._run, self._epoch, self._to = server, run, epoch, to
+        self._queue: deque[tuple[Message, Priority]] = deque()  # bounded: the core computes one step at a time
+        self._wake = asyncio.Event()
+        self._stream: Stream | None = None
+        self._task = asyncio.create_task(self._carry(), name=f"outbound to {to.peer[:8]}")
+
+    def send(self, message: Message, priority: Priority) -> None:
+        if self._stream is not None and not self._queue:
+            try:
+                self._stream.send_nowait(message, priority)  # the usual case: no other task has to wake
+                return
+            except BlockingIOError:
+                pass
+            except SwarmError:
+                return  # `_carry` is about to say so
+        self._queue.append((message, priority))
+        self._wake.set()
+
+    def close(self) -> None:
+        self._task.cancel()
+
+    async def _carry(self) -> None:
+        try:
+            if self._to.peer == self._server.me:
+                await self._carry_here()
+            else:
+                await self._carry_there()
+        except SwarmError as error:
+            self._run.link_down(self._epoch, str(error))
+
+    async def _carry_there(self) -> None:
+        link = await self._server.reach(self._to)
+        stream = link.open_stream()
+        try:
+            await stream.send(self._greeting(), Priority.CONTROL)
+            self._run.link_up(self._epoch)
+            self._stream = stream
+            closed = asyncio.create_task(stream.receive())  # nothing ever comes back but the end
+            try:
+                while not closed.done():
+                    while self._queue:
+                        message, priority = self._queue[0]
+                        await stream.send(message, priority)
+                        self._queue.popleft()
+                    self._wake.clear()
+                    waking = asyncio.create_task(self._wake.wait())
+                    await asyncio.wait({waking, closed}, return_when=asyncio.FIRST_COMPLETED)
+                    waking.cancel()
+                closed.result()
+            finally:
+                closed.cancel()
+        finally:
+            self._stream = None
+            stream.reset("epoch over")
+
+    def _greeting(self) -> Message:
+        key = self._run.key
+        kind = TokensLink if self._to.start == 0 else StepsLink  # only the last hop's way leads to layer 0
+        return kind(key.client, key.session, self._to.start, self._epoch)
+
+    async def _carry_here(self) -> None:
+        key = self._run.key
+        target = self._server.run_at(key.client, key.session, self._to.start)
+        if target is None:
+            raise LinkFailed(self._server.me, self._to.peer, "no such session here")
+        self._run.link_up(self._epoch)
+        while True:
+            while self._queue:
+                if not await target.ready_for(self._epoch):
+                    return
+                message, _ = self._queue.popleft()
+                if isinstance(message, Step):
+                    target.receive_step(self._server.me, message, self._server.hidden(message))
+                elif isinstance(message, Tokens):
+                    target.receive_tokens(self._server.me, message)
+            self._wake.clear()
+            await self._wake.wait()

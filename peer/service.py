@@ -1,0 +1,436 @@
+"""A peer's life: claim -> load -> advertise -> serve -> drain.
+
+`PeerService` is the life itself, for tests and programs; `serve` is what `swarm peer` runs: the same with
+signals, progress and a terminal. What a peer decides it says in a line, with the numbers that decided it.
+
+A span is chosen once: after a short random delay, from what the registry shows then; it is advertised as
+loading, looked at again one spreading time later, loaded, and kept.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import ipaddress
+import os
+import random
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import swarm
+from peer.checkpoint import Progress, no_progress
+from peer.hop import HopConfig
+from peer.local import EXIT_WITH_STDIN
+from peer.progress import terminal_progress
+from routing.estimates import compute_s
+from routing.placement import Claim, NothingFits, choose_span, recheck
+from routing.spans import Span
+from swarm.errors import MessageError, UsageError
+from swarm.messages import Files, GetFiles, Message
+from swarm.node import Node
+from swarm.records import Descriptor, Load
+from swarm.state import PeerDir, StateDir
+from swarm.tensors import RawTensor
+from swarm.transport import Stream, Transport, parse_address
+from swarm.wire import Priority
+
+LONGEST_DELAY_S = 1.0   # before choosing, where others are: so that those who start together don't choose together
+SPREADING_S = 1.0       # in which a change reaches a small swarm (gossip's own pace: about 0.1 s a round)
+DRAIN_S = 25.0          # open sessions have so long to move before they are left to their clients' repair
+FIGURES_S = 1.0         # how often load and speed are brought up to date for the next heartbeat
+MAX_ADDRESSES = 8       # of a descriptor (protocol.md)
+
+NOTICE = """Before you lend this machine: every peer in a chain can learn the prompt and the answer that pass through it;
+anyone who can reach this port may use this peer; nothing is reported to anyone else."""
+
+
+@dataclass(frozen=True)
+class PeerOptions:
+    """What `swarm peer` takes, as typed."""
+
+    model: str
+    join: tuple[str, ...] = ()
+    host: str | None = None
+    port: int | None = None
+    announce: tuple[str, ...] = ()
+    memory: str | None = None
+    layers: str | None = None
+    device: str | None = None
+    dtype: str | None = None
+    threads: int | None = None
+    name: str | None = None
+    served_name: str | None = None
+    max_sessions: int = 8
+    context: int | None = None
+    new: bool = False
+    revision: str | None = None
+    network: str = "main"
+
+    def check(self) -> None:
+        """Raises UsageError for what can be told without looking at anything."""
+        if self.layers is not None:
+            self.span()
+        if self.threads is not None and self.threads < 1:
+            raise UsageError(f"--threads must be at least 1, got {self.threads}")
+        if self.max_sessions < 1:
+            raise UsageError(f"--max-sessions must be at least 1, got {self.max_sessions}")
+        if self.context is not None and self.context < 2:
+            raise UsageError(f"--context must be at least 2, got {self.context}")
+        if self.port is not None and not 0 <= self.port < 1 << 16:
+            raise UsageError(f"--port lies between 0 (any) and 65535, got {self.port}")
+        for address in (*self.join, *self.announce):
+            parse_address(address)
+
+    def span(self) -> Span | None:
+        if self.layers is None:
+            return None
+        try:
+            return Span.parse(self.layers)
+        except ValueError as error:
+            raise UsageError(f"--layers: {error}") from None
+
+
+class PeerService:
+    """One peer, from nothing to serving and back.
+
+    say: one line for the person who runs it. progress: of downloads, hashing and loading.
+    Raises SwarmError from `start`, and then nothing is left behind.
+    """
+
+    def __init__(
+        self,
+        options: PeerOptions,
+        *,
+        state: StateDir | None = None,
+        say: Callable[[str], None] = lambda _: None,
+        progress: Progress = no_progress,
+        rng: random.Random | None = None,
+    ) -> None:
+        options.check()
+        self._options = options
+        self._state = state or StateDir.open(None)
+        self._say, self._progress = say, progress
+        self._rng = rng or random.Random()
+        self._stack = contextlib.AsyncExitStack()
+        self.config = HopConfig()
+        self._beat: asyncio.Task[None] | None = None
+        self._sessions = 0
+
+    # ------------------------------------------------------------ start
+
+    async def start(self) -> None:
+        """Returns once this peer serves. Raises SwarmError."""
+        try:
+            await self._open()
+            await self._choose_model()
+            await self._claim()
+            await self._load()
+            await self._serve()
+        except BaseException:
+            await self.close()
+            raise
+
+    async def _open(self) -> None:
+        """Identity, port, and the swarm."""
+        options = self._options
+        self._dir: PeerDir = self._stack.enter_context(self._state.lock_peer(new=options.new))
+        if self._state.first_start():
+            self._say(NOTICE)
+        known = self._state.known_hosts(options.network)
+        self.transport = Transport(self._dir.identity, options.network, known_hosts=known)
+        self._stack.push_async_callback(self.transport.close)
+        await self.transport.listen(options.host, options.port)
+        self.transport.handle(GetFiles, self._on_files)
+        self.node = Node(self.transport, role="peer", state=self._state, rng=self._rng, seq=self._dir)
+        self._stack.push_async_callback(self.node.close)
+        await self.node.start(options.join)
+
+    async def _choose_model(self) -> None:
+        """What MODEL is, and what of it would fit here."""
+        from peer.source import resolve_model
+
+        options = self._options
+        self.source = await asyncio.to_thread(
+            resolve_model,
+            options.model,
+            cache=self._state.cache,
+            revision=options.revision,
+            served_name=options.served_name,
+            progress=self._progress,
+        )
+        self.plan = await asyncio.to_thread(self._plan_memory)
+        for line in self.plan.lines():
+            self._say(line)
+
+    # ------------------------------------------------------------ claim
+
+    async def _claim(self) -> None:
+        """Delay, choose, advertise as loading, look again one spreading time later."""
+        wanted = self._options.span()
+        if wanted is not None:
+            self.plan.check(wanted)
+            await self._advertise(wanted)
+            self._say(f"layers {wanted} of {self.source.layers}, as asked for with --layers")
+            return
+        if self._others():
+            await asyncio.sleep(self._rng.random() * LONGEST_DELAY_S)
+        span = self._choose()
+        while True:
+            mine = await self._advertise(span)
+            if not self._others():
+                break
+            await asyncio.sleep(SPREADING_S)
+            better = recheck(self.source.layers, mine, self._others(), self.plan.capacity(), self._rng)
+            if better == span:
+                break
+            self._say(f"layers {span} were claimed by another peer at the same time; taking {better}")
+            span = better
+        self._say(f"layers {self.span} of {self.source.layers}: {self._why()}")
+
+    def _choose(self) -> Span:
+        try:
+            return choose_span(self.source.layers, self._others(), self.plan.capacity(), self._rng)
+        except NothingFits:
+            raise self.plan.nothing_fits() from None
+
+    def _others(self) -> list[Claim]:
+        """The claims of everybody else on this model."""
+        entries = self.node.entries(self.source.fingerprint)
+        return [
+            Claim(
+                peer=entry.descriptor.peer,
+                span=entry.descriptor.span,
+                stamp=entry.descriptor.seq,
+                settled=entry.heartbeat.state == "serving" or entry.age_s > SPREADING_S,
+                tokens_per_s=entry.heartbeat.tokens_per_s or None,
+            )
+            for entry in entries
+            if entry.descriptor.peer != self.transport.identity.peer_id and entry.heartbeat.state != "draining"
+        ]
+
+    def _why(self) -> str:
+        others = [claim.span for claim in self._others()]
+        counts = [sum(layer in span for span in others) for layer in self.span]
+        if not others:
+            return "the first peer of this model, as many layers as fit"
+        return f"the weakest that fit, held by {min(counts)} to {max(counts)} other peers so far"
+
+    async def _advertise(self, span: Span) -> Claim:
+        """Publish this claim as loading."""
+        self.span = span
+        source, plan = self.source, self.plan
+        descriptor = Descriptor(
+            peer=self.transport.identity.peer_id,
+            seq=0,
+            addresses=tuple(self._addresses()),
+            fingerprint=source.fingerprint,
+            model=source.served_name,
+            layers=source.layers,
+            width=plan.width,
+            vocab=plan.vocab,
+            context=plan.context,
+            span=span,
+            numerics=plan.numerics,
+            kv_tokens=plan.kv_tokens,
+            tokenizer_hash=source.tokenizer_hash,
+            name=self._name(),
+            device=plan.device_name[:48],
+            release=swarm.__version__,
+        )
+        published = await self.node.publish(descriptor, Load(state="loading"))
+        return Claim(published.peer, span, published.seq, settled=False)
+
+    def _name(self) -> str:
+        return (self._options.name or socket.gethostname().partition(".")[0])[:32]
+
+    def _addresses(self) -> list[str]:
+        """What others can dial: what was announced, else this machine's own addresses, never 0.0.0.0."""
+        if self._options.announce:
+            return [str(parse_address(text)) for text in self._options.announce][:MAX_ADDRESSES]
+        port = self.transport.port
+        hosts = [self._options.host] if self._options.host else own_hosts()
+        return [f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host in hosts][:MAX_ADDRESSES]
+
+    # ------------------------------------------------------------ load and serve
+
+    async def _load(self) -> None:
+        """Weights into memory, KV taken, one trial of everything. Torch works in the engine's thread."""
+        await asyncio.to_thread(importlib.import_module, "peer.engine")  # torch: 5 s in which the loop goes on
+        from peer.cache import KvPool
+        from peer.engine import Engine, EngineConfig, measure_speed, measure_workspace
+        from peer.weights import load_span, span_tensors
+
+        source, plan, span = self.source, self.plan, self.span
+        names = await asyncio.to_thread(span_tensors, source, span)
+        await asyncio.to_thread(source.fetch_tensors, names, self._progress)
+        self.engine = Engine(None, EngineConfig(threads=plan.threads))
+        self.engine.start()
+        self._stack.push_async_callback(self.engine.stop)
+
+        def loading(done: int, total: int) -> None:
+            self._progress(f"loading layers {span}", done, total)
+
+        model = await self.engine.call(lambda: load_span(source, span, plan.torch_dtype, plan.device, loading))
+        self.engine.model = model
+        self.pool = KvPool(span, model.kv, plan.kv_tokens, dtype=model.dtype, device=model.device)
+        await self.engine.call(self.pool.rehearse)
+        workspace = await self.engine.call(lambda: measure_workspace(model, self.config.prefill_chunk))
+        plan.check_workspace(span, workspace)
+        self.speed = await self.engine.call(lambda: measure_speed(model))
+
+    async def _serve(self) -> None:
+        from peer.server import Server, Serving
+
+        plan = self.plan
+        serving = Serving(
+            fingerprint=self.source.fingerprint,
+            span=self.span,
+            layers=self.source.layers,
+            width=plan.width,
+            dtype=plan.dtype,
+            max_sessions=self._options.max_sessions,
+            context=plan.context,
+        )
+        self.server = Server(self.node, self.transport, self.engine, self.pool, serving, self.config)
+        self.server.on_change = self._sessions_changed
+        self.node.set_load(self._load_now("serving"))
+        self._beat = asyncio.create_task(self._keep_beating(), name="heartbeat")
+
+    def _load_now(self, state: str) -> Load:
+        return Load(
+            state=state,
+            sessions=self.server.sessions,
+            free_kv_tokens=self.pool.free_positions,
+            queue_s=self.engine.stats.queue_s if self.server.sessions else 0.0,
+            speed=self.speed,
+            tokens_per_s=1.0 / compute_s(self.speed, self.span, self.source.layers),
+        )
+
+    async def _keep_beating(self) -> None:
+        """Fresh figures for every heartbeat that the node sends."""
+        while True:
+            await asyncio.sleep(FIGURES_S)
+            self.node.set_load(self._load_now("draining" if self.server.draining else "serving"))
+
+    def _sessions_changed(self) -> None:
+        """One quiet line per event."""
+        now = self.server.sessions
+        if now != self._sessions:
+            self._say(f"{'+' if now > self._sessions else '-'} session, {now} open")
+            self._sessions = now
+            self.node.set_load(self._load_now("draining" if self.server.draining else "serving"))
+
+    async def _on_files(self, stream: Stream, message: Message) -> None:
+        assert isinstance(message, GetFiles)
+        if message.tokenizer_hash != self.source.tokenizer_hash:
+            raise MessageError("another model is served here")
+        files = self.source.tokenizer_files()
+        tensors = {name: RawTensor("uint8", (len(data),), data) for name, data in files.items()}
+        await stream.send(Files(tensors), Priority.BULK)
+
+    # ------------------------------------------------------------ stop
+
+    async def drain(self, within_s: float = DRAIN_S) -> None:
+        """No new sessions, those open move away, a signed leave, everything closed."""
+        self.server.draining = True
+        self.node.set_load(self._load_now("draining"))
+        await self.server.drain(within_s)
+        await self.node.leave()
+        await self.close()
+
+    async def close(self) -> None:
+        if self._beat is not None:
+            self._beat.cancel()
+            await asyncio.gather(self._beat, return_exceptions=True)
+            self._beat = None
+        await self._stack.aclose()
+
+
+def own_hosts() -> list[str]:
+    """This machine's addresses, the routable first, loopback last and only if there is nothing else."""
+    import psutil
+
+    found = [
+        ipaddress.ip_address(address.address.partition("%")[0])
+        for addresses in psutil.net_if_addrs().values()
+        for address in addresses
+        if address.family in (socket.AF_INET, socket.AF_INET6)
+    ]
+    usable = [host for host in found if not host.is_link_local and not host.is_loopback]
+    ordered = sorted(usable, key=lambda host: (host.version, host.is_private))
+    return [str(host) for host in ordered] or ["127.0.0.1"]
+
+
+# ---------------------------------------------------------------- what `swarm peer` runs
+
+
+def serve(options: PeerOptions, run: Callable[[Coroutine[Any, Any, int]], int]) -> int:
+    """Be a peer until told to stop; returns the exit code. Raises SwarmError if it can't start."""
+    options.check()
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # idle peers must not spin; read when torch is imported
+    if os.environ.get(EXIT_WITH_STDIN):
+        threading.Thread(target=_exit_with_stdin, daemon=True).start()
+    return run(_serve_until_told(options))
+
+
+def _exit_with_stdin() -> None:
+    """Whoever started us holds the other end; when it is gone, so are we."""
+    while sys.stdin.buffer.read(1):
+        pass
+    os._exit(0)
+
+
+async def _serve_until_told(options: PeerOptions) -> int:
+    told = asyncio.Event()
+    with terminal_progress() as progress, _signals(told):
+        service = PeerService(options, say=_say, progress=progress)
+        starting = asyncio.create_task(service.start())
+        stopping = asyncio.create_task(told.wait())
+        await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if not starting.done():
+            starting.cancel()
+            await asyncio.gather(starting, return_exceptions=True)
+            return 0
+        starting.result()
+        _announce(service)
+        await stopping
+        _say(f"leaving: no new sessions, {service.server.sessions} open have {DRAIN_S:.0f} s; Ctrl-C again to exit at once")
+        await service.drain()
+    return 0
+
+
+def _announce(service: PeerService) -> None:
+    addresses = service.node.descriptor_addresses()
+    _say(f"{service.transport.identity.peer_id} serves layers {service.span}")
+    print(f"swarm peer {service._options.model} --join {service.transport.identity.peer_id}@{addresses[0]}", flush=True)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def _signals(told: asyncio.Event) -> Iterator[None]:
+    """SIGINT and SIGTERM: the first asks to leave, the second leaves."""
+    loop = asyncio.get_running_loop()
+
+    def handle() -> None:
+        if told.is_set():
+            os._exit(130)
+        told.set()
+
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.getsignal(number) for number in numbers}
+    for number in numbers:
+        signal.signal(number, lambda *_: loop.call_soon_threadsafe(handle))  # works on Windows too
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

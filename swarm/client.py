@@ -1,0 +1,473 @@
+"""SHELL and public API: `AsyncClient`, and its twin `Client` for programs without an event loop.
+
+A client holds no weights and advertises nothing. It needs the address of any one peer, learns the
+rest from the registry it subscribes to, and opens a chain per generation. Many generations may
+run at once on one client.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import os
+import random
+import secrets
+import threading
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from swarm.chains import LiveModel, ModelStatus, choose_model, live_models, make_plan, model_status, plan_chain
+from swarm.errors import MessageError, NoRoute, PromptTooLong, SwarmError, Unreachable, UsageError
+from swarm.generation import Completion, Generation, Opening, Piece, SessionDriver
+from swarm.identity import Identity, PeerId
+from swarm.messages import Files, GetFiles, Sampling
+from swarm.node import Node
+from swarm.registry import PeerEntry
+from swarm.session import Plan, PlanRequest, Session, SessionConfig, Timings
+from swarm.state import StateDir
+from swarm.tokenizer import EncodedPrompt, TextCodec, bundle_hash
+from swarm.transport import Transport
+
+DEFAULT_MAX_TOKENS = 512
+PING_BUDGET_S = 0.3       # before the first plan: a route that avoids one slow link is worth it
+MOST_PINGED = 16          # beyond it, the estimate from those measured will do
+FILES_TIMEOUT_S = 30.0    # a big tokenizer over a slow line
+MAX_FILES_BYTES = 64 << 20
+MAX_STOP_STRINGS = 16
+SESSION_ID_BYTES = 16
+PREFILL_CHUNK = 256       # what a peer runs per prefill step unless told otherwise; only for estimates
+
+Prompt = str | Sequence[Mapping[str, str]]
+
+
+class AsyncClient:
+    """Generates text on a swarm.
+
+    address: `host`, `host:port` or `PEERID@host:port` of any peer, or several of them; without one,
+    `SWARM_JOIN` or a peer remembered from last time. model: which model, where several are live.
+
+        async with AsyncClient("192.168.1.20:7070") as client:
+            async for piece in client.stream("Why is the sky blue?"):
+                print(piece.text, end="", flush=True)
+    """
+
+    def __init__(
+        self,
+        address: str | Sequence[str] | None = None,
+        *,
+        model: str | None = None,
+        network: str = "main",
+        home: Path | None = None,
+    ) -> None:
+        self._join = join_addresses(address)
+        self._model = model
+        self._network = network
+        self._home = home
+        self._node: Node | None = None
+        self._transport: Transport | None = None
+        self._connecting = asyncio.Lock()
+        self._codecs: dict[bytes, TextCodec] = {}
+        self._rng = random.Random()
+        self._timings = Timings()
+
+    async def __aenter__(self) -> AsyncClient:
+        await self.connect()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    async def connect(self) -> None:
+        """Subscribe at the address. Raises Unreachable, IdentityError, VersionMismatch."""
+        async with self._connecting:
+            if self._node is not None:
+                return
+            state = StateDir.open(self._home)
+            transport = Transport(Identity.ephemeral(), self._network, known_hosts=state.known_hosts(self._network))
+            node = Node(transport, role="client", state=state)
+            try:
+                await node.start(self._join)
+            except BaseException:
+                await node.close()
+                await transport.close()
+                raise
+            self._node, self._transport = node, transport
+
+    async def aclose(self) -> None:
+        if self._node is not None and self._transport is not None:
+            node, transport = self._node, self._transport
+            self._node = self._transport = None
+            await node.close()
+            await transport.close()
+        for codec in self._codecs.values():
+            await codec.aclose()
+        self._codecs.clear()
+
+    # ------------------------------------------------------------ generating
+
+    def stream(
+        self,
+        prompt: Prompt,
+        *,
+        model: str | None = None,
+        max_tokens: int | None = None,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        stop: str | Sequence[str] = (),
+        seed: int | None = None,
+        raw: bool = False,
+    ) -> Generation:
+        """Generate, piece by piece. Leaving the loop cancels and frees the peers at once.
+
+        prompt: text, or messages with `role` and `content`; `raw` leaves the chat template out.
+        max_tokens: 512 unless said; what lies beyond the chain's context is cut, with a note.
+        temperature 0 is greedy; what isn't given follows the model's generation config.
+        stop: strings that end the answer, not part of it. seed: reported in the result if not given.
+        Iterating raises UsageError (nothing was sent), NoRoute, GenerationFailed, Unreachable.
+        """
+        stops = check_stop(stop)
+        check_numbers(max_tokens, temperature, top_k, top_p, seed)
+
+        async def opening() -> Opening:
+            return await self._open(
+                prompt, model or self._model, max_tokens, (temperature, top_k, top_p, seed), stops, raw
+            )
+
+        return Generation(opening)
+
+    async def generate(self, prompt: Prompt, **options: Any) -> Completion:
+        """The whole answer; options and errors as for `stream`."""
+        async with self.stream(prompt, **options) as generation:
+            async for _ in generation:
+                pass
+        assert generation.result is not None
+        return generation.result
+
+    async def _open(
+        self,
+        prompt: Prompt,
+        model: str | None,
+        max_tokens: int | None,
+        wanted: tuple[float | None, int | None, float | None, int | None],
+        stops: tuple[str, ...],
+        raw: bool,
+    ) -> Opening:
+        await self.connect()
+        node = self._require_node()
+        started = asyncio.get_running_loop().time()
+        live = choose_model(live_models(node.entries()), model)
+        codec = await self._codec(live)
+        encoded = await codec.encode_prompt(prompt, raw=raw)
+        await self._measure_once(live)
+        limit, notes = self._limit(live, encoded, max_tokens)
+        sampling = choose_sampling(codec, *wanted)
+        config = SessionConfig(
+            session=secrets.token_bytes(SESSION_ID_BYTES),
+            prompt=tuple(encoded.ids),
+            limit=limit,
+            sampling=sampling,
+            stop_ids=tuple(codec.eos_ids),
+            fingerprint=live.fingerprint,
+            reserve=limit,
+        )
+        session = Session(config, self._planner(live, limit), self._rng, self._timings)
+        return Opening(
+            driver=SessionDriver(session, node),
+            text=codec.detokenizer(stops),
+            prompt_tokens=len(encoded.ids),
+            model=live.name,
+            seed=sampling.seed,
+            notes=notes,
+            name_of=self._peer_name,
+            started=started,
+        )
+
+    def _require_node(self) -> Node:
+        if self._node is None:
+            raise UsageError("this client is closed")
+        return self._node
+
+    def _limit(self, live: LiveModel, encoded: EncodedPrompt, max_tokens: int | None) -> tuple[int, tuple[str, ...]]:
+        """The position before which generation ends, and notes for the caller. Raises PromptTooLong, NoRoute."""
+        notes = [encoded.note] if encoded.note else []
+        length = len(encoded.ids)
+        wanted = length + (DEFAULT_MAX_TOKENS if max_tokens is None else max_tokens)
+        context = self._context(live, wanted)
+        if length >= context:
+            raise PromptTooLong(length, context)
+        if wanted > context:
+            if max_tokens is not None:
+                notes.append(f"max_tokens was cut from {max_tokens} to {context - length}: the chain's context is {context}")
+            wanted = context
+        return wanted, tuple(notes)
+
+    def _context(self, live: LiveModel, wanted: int) -> int:
+        """The context of the chain that would be used: `wanted` if a chain can hold it, else the most that one can.
+
+        Raises NoRoute when no chain can be built at all.
+        """
+        known = self._require_node().known()
+        contexts = sorted({entry.descriptor.context for entry in live.serving if entry.descriptor.context < wanted})
+        for context in [wanted, *reversed(contexts)]:
+            try:
+                plan_chain(live, {}, known, context=context)
+            except NoRoute:
+                continue
+            return context
+        plan_chain(live, {}, known)  # raises, naming the gap
+        raise AssertionError("a chain without demands exists, but not one with the smallest context")
+
+    def _planner(self, live: LiveModel, limit: int) -> Callable[[PlanRequest], Plan]:
+        fingerprint = live.fingerprint
+        descriptors: dict[PeerId, bytes] = {}
+        numerics: list[str] = []
+
+        def plan(request: PlanRequest) -> Plan:
+            node = self._require_node()
+            models = [m for m in live_models(node.entries(fingerprint))]
+            model = models[0] if models else LiveModel(live.name, fingerprint, live.layers, ())
+            route = plan_chain(
+                model,
+                self._half_round_trips(),
+                node.known(),
+                need_kv=limit,
+                context=limit,
+                kept=request.kept,
+                excluded_peers=request.excluded_peers,
+                excluded_links=request.excluded_links,
+                numerics=numerics[0] if numerics else None,
+                rng=self._rng,
+            )
+            entries = {entry.descriptor.peer: entry for entry in model.entries}
+            for peer, entry in entries.items():
+                descriptors[peer] = entry.descriptor_bytes
+            if not numerics:
+                numerics.append(entries[PeerId(route.hops[0].peer)].descriptor.numerics)
+            return make_plan(route, model, dict(descriptors), PREFILL_CHUNK)
+
+        return plan
+
+    def _half_round_trips(self) -> dict[PeerId, float]:
+        links = {} if self._transport is None else self._transport.links
+        return {peer: link.rtt_s / 2 for peer, link in links.items() if link.rtt_s is not None}
+
+    async def _measure_once(self, live: LiveModel) -> None:
+        """Ping peers never talked to, a few and briefly, so that the plan knows what is near."""
+        measured = self._half_round_trips()
+        strangers = [e.descriptor.peer for e in live.serving if e.descriptor.peer not in measured]
+        if strangers:
+            await self._require_node().measure(strangers[:MOST_PINGED], within_s=PING_BUDGET_S)
+
+    def _peer_name(self, peer: PeerId) -> str:
+        node = self._node
+        names = {} if node is None else {e.descriptor.peer: e.descriptor.name for e in node.entries()}
+        return names.get(peer) or peer[:8]
+
+    # ------------------------------------------------------------ the tokenizer
+
+    async def _codec(self, live: LiveModel) -> TextCodec:
+        """The tokenizer of a model, from any peer that has it, checked against the signed hash."""
+        entries = sorted(live.entries, key=lambda entry: entry.heartbeat.state != "serving")
+        for entry in entries:
+            known = self._codecs.get(entry.descriptor.tokenizer_hash)
+            if known is not None:
+                return known
+        problem: SwarmError = NoRoute(live.name, "0", 0, 0, "no peer is left that could send the tokenizer")
+        for entry in entries[:3]:
+            wanted = entry.descriptor.tokenizer_hash
+            try:
+                files = await self._fetch_files(entry.descriptor.peer, wanted)
+            except SwarmError as error:
+                problem = error
+                continue
+            codec = self._codecs[wanted] = TextCodec.from_files(files)
+            return codec
+        raise problem
+
+    async def _fetch_files(self, peer: PeerId, wanted: bytes) -> dict[str, bytes]:
+        link = await self._require_node().link(peer)
+        stream = link.open_stream()
+        stream.max_message_bytes = MAX_FILES_BYTES
+        try:
+            async with asyncio.timeout(FILES_TIMEOUT_S):
+                await stream.send(GetFiles(wanted))
+                answer = await stream.receive()
+        except TimeoutError:
+            raise Unreachable(peer[:8], f"no tokenizer within {FILES_TIMEOUT_S:.0f} s") from None
+        finally:
+            stream.reset("done")
+        if not isinstance(answer, Files):
+            raise MessageError(f"peer {peer[:8]} answered {type(answer).__name__} instead of the tokenizer")
+        files = {name: bytes(tensor.data) for name, tensor in answer.tensors.items()}
+        if bundle_hash(files) != wanted:
+            raise MessageError(f"peer {peer[:8]} sent a tokenizer that isn't the one it signed for")
+        return files
+
+    # ------------------------------------------------------------ looking
+
+    def peers(self) -> tuple[PeerEntry, ...]:
+        """Everything the registry shows alive now, of all models. Empty before `connect`."""
+        return () if self._node is None else self._node.entries()
+
+    async def changed(self) -> None:
+        """Wait for the next change of what `peers` returns."""
+        await self._require_node().changed()
+
+    async def status(self, model: str | None = None) -> tuple[ModelStatus, ...]:
+        """Peers, coverage and a really planned route of each live model (or of `model`)."""
+        await self.connect()
+        node = self._require_node()
+        models = live_models(node.entries())
+        if model is not None:
+            models = (choose_model(models, model),)
+        peers = [entry.descriptor.peer for live in models for entry in live.entries]
+        rtts = await node.measure(peers)
+        return tuple(model_status(live, rtts, node.known()) for live in models)
+
+
+def join_addresses(address: str | Sequence[str] | None) -> tuple[str, ...]:
+    """What to join: what is given, else what `SWARM_JOIN` lists (commas or spaces), else nothing."""
+    if address is None:
+        return tuple(os.environ.get("SWARM_JOIN", "").replace(",", " ").split())
+    return (address,) if isinstance(address, str) else tuple(address)
+
+
+def check_stop(stop: str | Sequence[str]) -> tuple[str, ...]:
+    """Raises UsageError on empty or too many stop strings."""
+    stops = (stop,) if isinstance(stop, str) else tuple(stop)
+    if len(stops) > MAX_STOP_STRINGS or not all(isinstance(one, str) and one for one in stops):
+        raise UsageError(f"stop takes up to {MAX_STOP_STRINGS} strings, none of them empty")
+    return stops
+
+
+def check_numbers(
+    max_tokens: int | None,
+    temperature: float | None,
+    top_k: int | None,
+    top_p: float | None,
+    seed: int | None,
+) -> None:
+    """Raises UsageError naming the first option that is out of bounds."""
+    if max_tokens is not None and max_tokens < 1:
+        raise UsageError(f"max_tokens must be at least 1, got {max_tokens}")
+    if temperature is not None and not 0 <= temperature <= 100:
+        raise UsageError(f"temperature must lie between 0 (greedy) and 100, got {temperature}")
+    if top_k is not None and top_k < 0:
+        raise UsageError(f"top_k must be 0 (off) or more, got {top_k}")
+    if top_p is not None and not 0 < top_p <= 1:
+        raise UsageError(f"top_p must lie above 0 and be at most 1 (off), got {top_p}")
+    if seed is not None and not 0 <= seed < 1 << 63:
+        raise UsageError(f"seed must lie between 0 and 2**63 - 1, got {seed}")
+
+
+def choose_sampling(
+    codec: TextCodec,
+    temperature: float | None,
+    top_k: int | None,
+    top_p: float | None,
+    seed: int | None,
+) -> Sampling:
+    """What was asked for, filled up from the model's generation config; a fresh seed where none is given."""
+    defaults = codec.defaults
+    return Sampling(
+        temperature=defaults.temperature if temperature is None else float(temperature),
+        top_k=defaults.top_k if top_k is None else top_k,
+        top_p=defaults.top_p if top_p is None else float(top_p),
+        seed=secrets.randbits(63) if seed is None else seed,
+    )
+
+
+T = TypeVar("T")
+
+
+class Client:
+    """`AsyncClient` for programs without an event loop: the same methods, blocking. Safe to use from threads.
+
+        with Client("192.168.1.20:7070") as client:
+            for piece in client.stream("Why is the sky blue?", max_tokens=100):
+                print(piece.text, end="", flush=True)
+    """
+
+    def __init__(self, address: str | Sequence[str] | None = None, **options: Any) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="swarm client", daemon=True)
+        self._async = AsyncClient(address, **options)
+        self._closed = False
+
+    def __enter__(self) -> Client:
+        self._call(self._async.connect())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        if self._thread.is_alive():
+            self._call(self._async.aclose())
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+        self._closed = True
+        self._loop.close()
+
+    def stream(self, prompt: Prompt, **options: Any) -> Stream:
+        """As `AsyncClient.stream`, for a plain `for` loop."""
+        return Stream(self, self._async.stream(prompt, **options))
+
+    def generate(self, prompt: Prompt, **options: Any) -> Completion:
+        return self._call(self._async.generate(prompt, **options))
+
+    def status(self, model: str | None = None) -> tuple[ModelStatus, ...]:
+        return self._call(self._async.status(model))
+
+    def _call(self, work: Coroutine[Any, Any, T]) -> T:
+        if self._closed:
+            work.close()
+            raise UsageError("this client is closed")
+        if not self._thread.is_alive():
+            self._thread.start()
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+
+class Stream:
+    """One answer as it is written, for a plain `for` loop; leaving the loop cancels it."""
+
+    def __init__(self, client: Client, generation: Generation) -> None:
+        self._client = client
+        self.generation = generation
+
+    def __iter__(self) -> Iterator[Piece]:
+        return self
+
+    def __next__(self) -> Piece:
+        try:
+            return self._client._call(self._next())
+        except StopAsyncIteration:
+            raise StopIteration from None
+        except (KeyboardInterrupt, concurrent.futures.CancelledError):
+            self.close()
+            raise
+
+    async def _next(self) -> Piece:
+        return await self.generation.__anext__()
+
+    @property
+    def result(self) -> Completion | None:
+        return self.generation.result
+
+    def close(self) -> None:
+        self._client._call(self.generation.aclose())
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,485 @@
+"""SHELL of one generation: drives the `session.Session` core over the node's streams.
+
+Three layers, each ignorant of the next: `_HopChannel` is one stream to one hop, `SessionDriver`
+carries messages between channels and core and keeps its one timer, `Generation` is what the
+caller iterates over. The driver never refers to the `Generation`, so that a caller who just
+leaves the loop lets it be collected, which cancels and frees the peers at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from routing.spans import Hop
+from swarm.errors import GenerationFailed, SwarmError
+from swarm.identity import PeerId
+from swarm.messages import Message
+from swarm.node import Node
+from swarm.session import (
+    Ended,
+    Failed,
+    Grew,
+    HopKey,
+    Release,
+    Repaired,
+    RepairStarted,
+    Send,
+    Session,
+)
+from swarm.tokenizer import IncrementalText
+from swarm.transport import Link, Stream
+
+FAREWELL_S = 1.0  # how long a cancelled generation waits for its `Close`s to be handed over
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    prompt_tokens: int
+    completion_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Seconds. ttft_s: from the call to the first token. total_s: to the last.
+
+    stall_s: the longest wait for a token in which a repair took place, 0 without repairs.
+    compute_s, queue_s: what the hops reported, summed over all steps of the undisturbed ring.
+    """
+
+    ttft_s: float
+    total_s: float
+    tokens_per_s: float
+    stall_s: float
+    compute_s: float
+    queue_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class ServedBy:
+    """One hop for people: the peer's id and name, and the layers it ran."""
+
+    peer: PeerId
+    name: str
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class RepairEvent:
+    """The chain was changed. stalled_s is None until the first token after it has come."""
+
+    reason: str
+    at_token: int
+    before: tuple[ServedBy, ...]
+    after: tuple[ServedBy, ...]
+    stalled_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A finished generation. token_ids includes the end-of-text id where one was generated."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str
+    usage: Usage
+    timing: Timing
+    hops: tuple[ServedBy, ...]
+    repairs: tuple[RepairEvent, ...]
+    seed: int
+    model: str
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Text that is certain now, and the ids that brought it. `final` is set on the last piece only."""
+
+    text: str
+    token_ids: tuple[int, ...] = ()
+    final: Completion | None = None
+
+
+class _HopChannel:
+    """One stream to one hop, opened on the first send, with its outbox and its reader."""
+
+    def __init__(self, key: HopKey, driver: SessionDriver) -> None:
+        self.key = key
+        self._driver = driver
+        self._outbox: deque[Message | None] = deque()  # None: end the stream; bounded by the core
+        self._wake = asyncio.Event()
+        self.task = asyncio.create_task(self._run(), name=f"hop {key.peer[:8]}/{key.start}")
+
+    def send(self, message: Message | None) -> None:
+        self._outbox.append(message)
+        self._wake.set()
+
+    async def _run(self) -> None:
+        link: Link | None = None
+        try:
+            link = await self._driver.node.link(self.key.peer)
+            stream = link.open_stream()
+            try:
+                await self._carry(stream)
+            finally:
+                stream.reset("left")  # nothing happens where it ended in order
+        except SwarmError as error:
+            gone = link is None or link.closed.is_set()
+            self._driver.channel_lost(self, str(error), gone)
+
+    async def _carry(self, stream: Stream) -> None:
+        """Both ways, until we end it. Raises SwarmError when the other side or the connection does."""
+        reader = asyncio.create_task(self._read(stream))
+        writer = asyncio.create_task(self._write(stream))
+        try:
+            await asyncio.wait({reader, writer}, return_when=asyncio.FIRST_COMPLETED)
+            for task in (writer, reader):
+                if task.done():
+                    return task.result()
+        finally:
+            for task in (reader, writer):
+                task.cancel()
+            await asyncio.gather(reader, writer, return_exceptions=True)
+
+    async def _write(self, stream: Stream) -> None:
+        while True:
+            while self._outbox:
+                message = self._outbox.popleft()
+                if message is None:
+                    return await stream.end()
+                await stream.send(message)
+            self._wake.clear()
+            await self._wake.wait()
+
+    async def _read(self, stream: Stream) -> None:
+        while True:
+            self._driver.received(self.key, await stream.receive())
+
+
+class SessionDriver:
+    """Carries messages between one `Session` core and its hop channels, and keeps its timer."""
+
+    def __init__(self, session: Session, node: Node) -> None:
+        self.node = node
+        self.arrived: deque[Grew] = deque()  # bounded by the credit that the reader grants
+        self.repairs: deque[RepairStarted | Repaired] = deque()
+        self.error: SwarmError | None = None
+        self.crash: BaseException | None = None
+        self.ended = False
+        self._session = session
+        self._loop = asyncio.get_running_loop()
+        self._channels: dict[HopKey, _HopChannel] = {}
+        self._parting: set[asyncio.Task[None]] = set()
+        self._timer: asyncio.TimerHandle | None = None
+        self._news = asyncio.Event()
+
+    @property
+    def hops(self) -> tuple[Hop, ...]:
+        return self._session.hops
+
+    @property
+    def now(self) -> float:
+        return self._loop.time()
+
+    def start(self) -> None:
+        self._drive(self._session.start)
+
+    def received(self, key: HopKey, message: Message) -> None:
+        self._drive(self._session.receive, key, message)
+
+    def channel_lost(self, channel: _HopChannel, reason: str, peer_gone: bool) -> None:
+        if self._channels.get(channel.key) is channel:
+            del self._channels[channel.key]
+            self._drive(functools.partial(self._session.lost, peer_gone=peer_gone), channel.key, reason)
+
+    def read(self, upto: int) -> None:
+        self._drive(self._session.read, upto)
+
+    def cancel(self) -> None:
+        self._drive(self._session.cancel)
+
+    async def news(self) -> None:
+        """Wait until ids, a repair, an error or the end has arrived."""
+        await self._news.wait()
+        self._news.clear()
+
+    async def farewell(self) -> None:
+        """Let the last messages (`Close`) leave, then stop everything."""
+        tasks = [channel.task for channel in self._channels.values()] + [
+            task for task in self._parting if task is not asyncio.current_task()
+        ]
+        if tasks:
+            await asyncio.wait(tasks, timeout=FAREWELL_S)
+        for task in tasks:
+            task.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def abandon(self) -> None:
+        """Cancel from wherever the garbage collector runs, without waiting."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._cancel_and_leave)
+
+    def _cancel_and_leave(self) -> None:
+        self.cancel()
+        leaving = self._loop.create_task(self.farewell())
+        self._parting.add(leaving)  # keeps a reference until it is done
+        leaving.add_done_callback(self._parting.discard)
+
+    def _tick(self) -> None:
+        self._timer = None
+        self._drive(self._session.tick)
+
+    def _drive(self, call: Callable[..., None], *arguments: Any) -> None:
+        """Tell the core, do what it wants done, and re-arm the one timer."""
+        if self.ended:
+            return
+        try:
+            call(*arguments, self.now)
+            for effect in self._session.drain():
+                self._perform(effect)
+        except Exception as error:  # a bug of ours: goes to the caller as it is, never retried
+            self.crash, self.ended = error, True
+        self._rearm()
+        if self.arrived or self.repairs or self.ended:
+            self._news.set()
+
+    def _rearm(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._session.deadline is not None and not self.ended:
+            self._timer = self._loop.call_at(self._session.deadline, self._tick)
+
+    def _perform(self, effect: object) -> None:
+        match effect:
+            case Send(key, message):
+                channel = self._channels.get(key)
+                if channel is None:
+                    channel = self._channels[key] = _HopChannel(key, self)
+                channel.send(message)
+            case Release(key):
+                self._release(key)
+            case Grew():
+                self.arrived.append(effect)
+            case RepairStarted() | Repaired():
+                self.repairs.append(effect)
+            case Failed(error):
+                self.error = error
+                self.ended = True
+            case Ended():
+                self.ended = True
+            case _:
+                raise AssertionError(effect)
+
+    def _release(self, key: HopKey) -> None:
+        channel = self._channels.pop(key, None)
+        if channel is not None:
+            channel.send(None)
+            self._parting.add(channel.task)
+            channel.task.add_done_callback(self._parting.discard)
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """What a generation starts from, once the model is chosen and the prompt encoded."""
+
+    driver: SessionDriver
+    text: IncrementalText
+    prompt_tokens: int
+    model: str
+    seed: int
+    notes: tuple[str, ...]
+    name_of: Callable[[PeerId], str]
+    started: float
+
+
+class Generation:
+    """One answer as it is written: an async iterator of `Piece`, cancelled when it is left.
+
+    `hops`, `repairs`, `notes` and `seed` tell about it while it runs; `result` is set once it is done.
+    Raises what went wrong from `__anext__`: NoRoute, PromptTooLong, GenerationFailed, ...
+    """
+
+    def __init__(self, open_: Callable[[], Awaitable[Opening]]) -> None:
+        self._open = open_
+        self._opening: Opening | None = None
+        self._progress: _Progress | None = None
+        self.result: Completion | None = None
+        self._over = False
+
+    def __aiter__(self) -> Generation:
+        return self
+
+    @property
+    def hops(self) -> tuple[ServedBy, ...]:
+        return () if self._opening is None else served_by(self._opening, self._opening.driver.hops)
+
+    @property
+    def repairs(self) -> tuple[RepairEvent, ...]:
+        return () if self._progress is None else tuple(self._progress.repairs)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return () if self._opening is None else self._opening.notes
+
+    @property
+    def seed(self) -> int | None:
+        return None if self._opening is None else self._opening.seed
+
+    async def __anext__(self) -> Piece:
+        if self._over:
+            raise StopAsyncIteration
+        try:
+            return await self._next()
+        except BaseException:
+            await self.aclose()
+            raise
+
+    async def _next(self) -> Piece:
+        if self._opening is None:
+            self._opening = await self._open()
+            self._progress = _Progress(self._opening)
+            self._opening.driver.start()
+        assert self._progress is not None
+        while True:
+            piece = self._progress.take()
+            if piece is not None:
+                break
+            await self._opening.driver.news()
+        if piece.final is not None:
+            self.result = piece.final
+            await self.aclose()
+        return piece
+
+    async def aclose(self) -> None:
+        """Stop, and free what the peers hold for this generation. Harmless when it is done."""
+        if self._over:
+            return
+        self._over = True
+        if self._opening is not None:
+            self._opening.driver.cancel()
+            await self._opening.driver.farewell()
+
+    async def __aenter__(self) -> Generation:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    def __del__(self) -> None:
+        if not self._over and self._opening is not None:
+            self._opening.driver.abandon()
+
+
+class _Progress:
+    """What has been read so far, and the pieces made of it."""
+
+    def __init__(self, opening: Opening) -> None:
+        self.repairs: list[RepairEvent] = []
+        self._opening = opening
+        self._driver = opening.driver
+        self._ids: list[int] = []
+        self._unshown: list[int] = []
+        self._texts: list[str] = []
+        self._first_s = self._last_s = opening.started
+        self._finish: str | None = None
+        self._spent = (0.0, 0.0)
+
+    def take(self) -> Piece | None:
+        """The next piece if there is one now. Raises when the generation failed."""
+        while self._driver.repairs:
+            self._note_repair(self._driver.repairs.popleft())
+        while self._driver.arrived:
+            piece = self._grow(self._driver.arrived.popleft())
+            if piece is not None:
+                return piece
+        if self._driver.crash is not None:
+            raise self._driver.crash
+        if self._driver.error is not None:
+            raise self._with_text(self._driver.error)
+        if self._driver.ended:
+            raise GenerationFailed("the generation was cancelled", "".join(self._texts), self._ids)
+        return None
+
+    def _grow(self, grew: Grew) -> Piece | None:
+        now = self._driver.now
+        if not self._ids:
+            self._first_s = now
+        self._last_s = now
+        self._ids += grew.ids
+        self._unshown += grew.ids
+        text = self._opening.text.push(grew.ids)
+        self._driver.read(grew.first_position + len(grew.ids))
+        if self._opening.text.stopped:
+            return self._last_piece(text, "stop")
+        if grew.finish is not None:
+            return self._last_piece(text + self._opening.text.finish(), grew.finish)
+        return self._piece(text) if text else None
+
+    def _piece(self, text: str, final: Completion | None = None) -> Piece:
+        ids, self._unshown = tuple(self._unshown), []
+        self._texts.append(text)
+        return Piece(text, ids, final)
+
+    def _last_piece(self, text: str, finish: str) -> Piece:
+        self._texts.append(text)
+        completion = self._completion("".join(self._texts), finish)
+        self._texts.pop()
+        return self._piece(text, completion)
+
+    def _completion(self, text: str, finish: str) -> Completion:
+        opening = self._opening
+        return Completion(
+            text=text,
+            token_ids=tuple(self._ids),
+            finish_reason=finish,
+            usage=Usage(opening.prompt_tokens, len(self._ids)),
+            timing=self._timing(),
+            hops=served_by(opening, self._driver.hops),
+            repairs=tuple(self.repairs),
+            seed=opening.seed,
+            model=opening.model,
+            notes=opening.notes,
+        )
+
+    def _timing(self) -> Timing:
+        decode_s = self._last_s - self._first_s
+        return Timing(
+            ttft_s=self._first_s - self._opening.started,
+            total_s=self._last_s - self._opening.started,
+            tokens_per_s=(len(self._ids) - 1) / decode_s if decode_s > 0 else 0.0,
+            stall_s=max((repair.stalled_s or 0.0 for repair in self.repairs), default=0.0),
+            compute_s=self._spent[0],
+            queue_s=self._spent[1],
+        )
+
+    def _note_repair(self, news: RepairStarted | Repaired) -> None:
+        event = RepairEvent(
+            news.reason,
+            news.at_token - self._opening.prompt_tokens,
+            served_by(self._opening, news.hops_before),
+            served_by(self._opening, news.hops_after),
+            news.stalled_s if isinstance(news, Repaired) else None,
+        )
+        if self.repairs and self.repairs[-1].stalled_s is None:
+            self.repairs[-1] = event
+        else:
+            self.repairs.append(event)
+
+    def _with_text(self, error: SwarmError) -> SwarmError:
+        if isinstance(error, GenerationFailed):
+            return GenerationFailed(error.reason, "".join(self._texts), self._ids)
+        return error
+
+
+def served_by(opening: Opening, hops: Sequence[Hop]) -> tuple[ServedBy, ...]:
+    return tuple(
+        ServedBy(PeerId(hop.peer), opening.name_of(PeerId(hop.peer)), hop.span.start, hop.span.stop)
+        for hop in hops
+    )
