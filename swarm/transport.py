@@ -25,6 +25,7 @@ import socket
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from time import monotonic
 from typing import Any, Protocol, cast
 
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
@@ -289,6 +290,7 @@ class Link(asyncio.Protocol):
         self._paused = False
         self._transmitting = False
         self._timer: asyncio.TimerHandle | None = None
+        self._timer_at = 0.0
         self._streams: dict[int, Stream] = {}
         self._pings: dict[int, asyncio.Future[float]] = {}
 
@@ -311,7 +313,7 @@ class Link(asyncio.Protocol):
         """Seconds for a round trip now. Raises StreamClosed if the link is lost meanwhile."""
         if self.closed_reason is not None:
             raise StreamClosed(self.closed_reason)
-        token = self.connection.ping(self.loop.time())
+        token = self.connection.ping(monotonic())
         answer: asyncio.Future[float] = self.loop.create_future()
         self._pings[token] = answer
         self.transmit()
@@ -355,7 +357,7 @@ class Link(asyncio.Protocol):
         self.transmit()
 
     def data_received(self, data: bytes) -> None:
-        self.connection.receive_data(data, self.loop.time())
+        self.connection.receive_data(data, monotonic())
         self.transmit()
 
     def eof_received(self) -> bool:
@@ -464,18 +466,19 @@ class Link(asyncio.Protocol):
     def _rearm(self) -> None:
         """A deadline that moved later needs no new timer: the old one looks again."""
         deadline = self.connection.deadline
-        timer = self._timer
-        if timer is not None:
-            if deadline is not None and timer.when() <= deadline:
+        if self._timer is not None:
+            if deadline is not None and self._timer_at <= deadline:
                 return
-            timer.cancel()
+            self._timer.cancel()
             self._timer = None
         if deadline is not None:
-            self._timer = self.loop.call_at(deadline, self._wake)
+            # The loop's own clock may tick in milliseconds (uvloop), too coarse for a round trip.
+            self._timer_at = deadline
+            self._timer = self.loop.call_later(max(deadline - monotonic(), 0.0), self._wake)
 
     def _wake(self) -> None:
         self._timer = None
-        self.connection.tick(self.loop.time())
+        self.connection.tick(monotonic())
         self.transmit()
 
     def abort(self) -> None:
@@ -731,7 +734,7 @@ class Transport:
 
     def close_if_duplicate(self, link: Link) -> None:
         """Looked at with each ping: a connection that new streams don't use goes when it has been idle."""
-        now = self.loop.time()
+        now = monotonic()
         if self._preferred.get(link.peer, link) is link or link.connection.streams:
             link.idle_since = None
         elif link.idle_since is None:
@@ -754,7 +757,7 @@ class Transport:
             check=self._checker(address),
             static=self._static,
             limits=self._limits,
-            now=self.loop.time(),
+            now=monotonic(),
         )
         link = Link(self, dialled, connection)
         if dialled:
