@@ -122,8 +122,8 @@ class Owner:
         return Told(sign_record(self._identity, Leave(self.peer, self.seq, self._lease_s)), 0.0)
 
     def outranked(self, head: Heartbeat | Leave, head_bytes: bytes, now: float) -> bool:
-        """Somebody shows a record of ours (its signature was checked). Whether it may outrank what
-        we say now; `seq` is above it from here on, and publishing again is due."""
+        """Somebody shows a record of ours (its signature was checked). Whether this is news and may
+        outrank what we say now; `seq` is above it from here on, and publishing again is due."""
         if head_bytes == self._heartbeat_bytes or head.seq > MAX_SEQ - SEQ_ROOM:
             return False
         if self._descriptor is None or self.left:
@@ -133,6 +133,8 @@ class Owner:
         if head.seq < (self._heartbeat_seq if same else self._descriptor.seq):
             return False
         self.seq = max(self.seq, head.seq)
+        if self._outbid:
+            return False
         self._outbid, self.due = True, max(now, self._jumped_at + JUMP_INTERVAL_S)
         return True
 

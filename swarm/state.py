@@ -16,6 +16,7 @@ overwritten. `client.py` and `cli.py` open it; the cores know nothing of it.
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import itertools
 import json
 import logging
@@ -31,7 +32,7 @@ import filelock
 import platformdirs
 
 from swarm.errors import IdentityError, UsageError
-from swarm.identity import PEER_ID_CHARACTERS, Identity, PeerId
+from swarm.identity import Identity, PeerId
 
 log = logging.getLogger(__name__)
 
@@ -107,37 +108,40 @@ class PeerDir:
 
 
 class KnownHosts:
-    """Who was first met at a bare host:port of one network. In memory only when `path` is None."""
+    """Who was first met at a bare host:port of one network. In memory only when `path` is None.
+
+    Not on loopback: several peers of one machine change their ports among each other, and nobody
+    else can stand there.
+    """
 
     def __init__(self, path: Path | None = None, network: str = "main") -> None:
         self._path, self._network = path, network
         self._hosts: dict[str, str] = _texts(_read_json(path)) if path is not None else {}
 
-    def get(self, host: str, port: int) -> PeerId | None:
-        found = self._hosts.get(self._key(host, port))
-        return PeerId(found) if found is not None and len(found) == PEER_ID_CHARACTERS else None
+    def check(self, address_text: str, peer: PeerId) -> None:
+        """Remember `peer` for a new address. Raises IdentityError if another one was known there.
 
-    def put(self, host: str, port: int, peer: PeerId) -> None:
-        """Remember; written at once. A disk that can't be written costs a warning."""
-        key = self._key(host, port)
-        if self._hosts.get(key) == peer:
+        Written at once; a disk that can't be written costs a warning.
+        """
+        if _is_loopback(address_text):
             return
-        self._hosts.pop(key, None)
-        self._hosts[key] = peer
+        key = f"{self._network} {address_text}"
+        known = self._hosts.setdefault(key, peer)
         while len(self._hosts) > MAX_KNOWN_HOSTS:
             del self._hosts[next(iter(self._hosts))]
-        self._save()
+        if known != peer:
+            where = f"remove that line from {self._path}, or " if self._path is not None else ""
+            raise IdentityError(
+                f"{address_text} was peer {known[:8]} before and is {peer[:8]} now: another machine, or one "
+                f"set up anew; if you expect that, {where}join {peer}@{address_text}"
+            )
+        if self._path is not None and _read_json(self._path).get(key) != peer:
+            self._save(self._path)
 
-    def forget(self, host: str, port: int) -> None:
-        if self._hosts.pop(self._key(host, port), None) is not None:
-            self._save()
-
-    def _key(self, host: str, port: int) -> str:
-        return f"{self._network} [{host}]:{port}"
-
-    def _save(self) -> None:
-        if self._path is not None:
-            _write_json(self._path, self._hosts)
+    def _save(self, path: Path) -> None:
+        """Another process may have added some meanwhile."""
+        self._hosts = _texts(_read_json(path)) | self._hosts
+        _write_json(path, dict(list(self._hosts.items())[-MAX_KNOWN_HOSTS:]))
 
 
 class StateDir:
@@ -347,11 +351,12 @@ def _set_aside(path: Path, why: str) -> None:
         log.warning("%s %s; it is now %s, and a new one is begun", path, why, aside.name)
 
 
-def _read_json(path: Path) -> Any:
+def _read_json(path: Path) -> dict[str, Any]:
     try:
         if path.stat().st_size > MAX_STATE_BYTES:
             raise ValueError
-        return json.loads(path.read_bytes())
+        found = json.loads(path.read_bytes())
+        return found if isinstance(found, dict) else {}
     except FileNotFoundError:
         return {}
     except (ValueError, RecursionError):
@@ -369,8 +374,14 @@ def _write_json(path: Path, values: Mapping[str, str]) -> None:
         log.warning("can't write %s (%s); it will be forgotten", path, error.strerror)
 
 
-def _texts(values: Any) -> dict[str, str]:
+def _texts(values: Mapping[str, Any]) -> dict[str, str]:
     """Only what has the right shape: a state file may come from another release."""
-    if not isinstance(values, dict):
-        return {}
     return {k: v for k, v in values.items() if isinstance(k, str) and isinstance(v, str)}
+
+
+def _is_loopback(address_text: str) -> bool:
+    host = address_text.rpartition(":")[0].strip("[]")
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -236,23 +236,40 @@ def test_entries_of_the_wrong_shape_are_ignored(state: StateDir) -> None:
 
 
 def test_known_hosts_are_trusted_on_first_use_and_remembered(state: StateDir) -> None:
-    peer = Identity.ephemeral().peer_id
-    state.known_hosts("main").put("example.org", 7070, peer)
+    peer, other = Identity.ephemeral().peer_id, Identity.ephemeral().peer_id
+    state.known_hosts("main").check("example.org:7070", peer)
     again = state.known_hosts("main")
-    assert again.get("example.org", 7070) == peer
-    assert again.get("example.org", 7071) is None
-    assert state.known_hosts("other").get("example.org", 7070) is None
-    again.forget("example.org", 7070)
-    assert state.known_hosts("main").get("example.org", 7070) is None
+    again.check("example.org:7070", peer)
+    again.check("example.org:7071", other)
+    state.known_hosts("other").check("example.org:7070", other)
+    with pytest.raises(IdentityError, match=f"known_hosts.json, or join {other}@example.org:7070"):
+        state.known_hosts("main").check("example.org:7070", other)
+
+
+def test_two_processes_add_known_hosts_side_by_side(state: StateDir) -> None:
+    peer, other = Identity.ephemeral().peer_id, Identity.ephemeral().peer_id
+    one, two = state.known_hosts(), state.known_hosts()
+    one.check("a:1", peer)
+    two.check("b:1", peer)
+    with pytest.raises(IdentityError):
+        state.known_hosts().check("a:1", other)
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:7070", "[::1]:7070", "localhost:7070"])
+def test_peers_of_this_machine_may_change_ports_among_each_other(state: StateDir, address: str) -> None:
+    hosts = state.known_hosts()
+    hosts.check(address, Identity.ephemeral().peer_id)
+    hosts.check(address, Identity.ephemeral().peer_id)
 
 
 def test_known_hosts_without_a_file_live_in_memory_and_are_bounded() -> None:
     hosts = KnownHosts()
-    peer = Identity.ephemeral().peer_id
+    peer, other = Identity.ephemeral().peer_id, Identity.ephemeral().peer_id
     for port in range(1, MAX_KNOWN_HOSTS + 11):
-        hosts.put("h", port, peer)
-    assert hosts.get("h", 10) is None
-    assert hosts.get("h", 11) == peer
+        hosts.check(f"h:{port}", peer)
+    hosts.check("h:10", other)
+    with pytest.raises(IdentityError):
+        hosts.check("h:12", other)
 
 
 def test_a_disk_that_cannot_be_written_costs_a_warning_only(
