@@ -12,6 +12,7 @@ MessageError or TemplateFailed, never a crash. What comes out equals transformer
 from __future__ import annotations
 
 import asyncio
+import base64
 import hashlib
 import json
 import math
@@ -22,7 +23,6 @@ from functools import cached_property
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders
-from tokenizers.processors import TemplateProcessing
 
 from swarm.detokenizer import ByteLevelStage, IdStage, IncrementalText, WindowStage, clean_up
 from swarm.errors import MessageError, UsageError
@@ -37,6 +37,7 @@ MAX_FILE_BYTES = {
     "model.json": 64 << 10,
 }
 MAX_VOCABULARY = 1 << 22  # the largest known has 2**18 entries
+MAX_TOKEN_CHARACTERS = 4096  # real ones end at some hundred spaces; an answer has thousands of tokens
 MAX_MESSAGES = 4096
 MAX_PROMPT_CHARACTERS = 4 << 20  # more than fits any context; keeps a mistake from filling the memory
 MAX_STOP_STRINGS = 16
@@ -83,7 +84,6 @@ class ModelFacts:
     model_type: str
     vocab_size: int
     context: int | None
-    bos_id: int | None
     eos_ids: tuple[int, ...]
     sampling: SamplingDefaults
 
@@ -91,14 +91,12 @@ class ModelFacts:
     def from_bytes(cls, data: bytes) -> ModelFacts:
         """Raises MessageError. Unknown keys are ignored: a newer peer may add some."""
         facts = _Fields("model.json", _json_object("model.json", data))
-        vocab_size = facts.integer("vocab_size", 1, MAX_VOCABULARY)
-        last = vocab_size - 1
         return cls(
             model_type=facts.text("model_type", 64),
-            vocab_size=vocab_size,
+            vocab_size=facts.integer("vocab_size", 1, MAX_VOCABULARY),
             context=facts.integer_or_none("context_length", 1, MAX_POSITION),
-            bos_id=facts.integer_or_none("bos_token_id", 0, last),
-            eos_ids=facts.integers("eos_token_ids", 0, last, MAX_STOP_IDS),
+            # one beyond this vocabulary (a cut model with the config of a whole one) is never generated
+            eos_ids=facts.integers("eos_token_ids", 0, MAX_VOCABULARY, MAX_STOP_IDS),
             sampling=_sampling(facts.nested("sampling")),
         )
 
@@ -151,13 +149,13 @@ class TextCodec:
             config = config.overlaid(
                 _json_object("special_tokens_map.json", files["special_tokens_map.json"])
             )
-        named = _named_tokens(config)
-        tokenizer = _load_tokenizer(files["tokenizer.json"], config, named)
+        variables = _named_tokens(config) | _further_tokens(config)
+        tokenizer = _load_tokenizer(files["tokenizer.json"], config, variables)
         return cls(
             facts=facts,
             tokenizer=tokenizer,
             template=_template(files, config),
-            variables=named | _further_tokens(config),
+            variables=variables,
             cleaned=_is_cleaned(tokenizer, config),
             limits=limits or TemplateLimits(),
         )
@@ -261,10 +259,14 @@ class TextCodec:
 
     def _text(self, token_id: int) -> str | None:
         """How the vocabulary spells a token; None for those without text."""
+        if not 0 <= token_id < MAX_VOCABULARY:
+            return None
         if token_id not in self._texts:
-            known = self._tokenizer.id_to_token(token_id) if 0 <= token_id < MAX_VOCABULARY else None
-            if not 0 <= token_id < MAX_VOCABULARY:
-                return None  # not remembered: their number has no bound
+            known = self._tokenizer.id_to_token(token_id)
+            if known is not None and len(known) > MAX_TOKEN_CHARACTERS:
+                raise MessageError(
+                    f"token {token_id} has {len(known)} characters, at most {MAX_TOKEN_CHARACTERS} do"
+                )
             self._texts[token_id] = None if known in self._special else known
         return self._texts[token_id]
 
@@ -377,12 +379,20 @@ def _strangers(what: str) -> Iterator[None]:
 
 def _json_object(name: str, data: bytes) -> dict[str, Json]:
     try:
-        value = json.loads(data)
+        value = json.loads(data, object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
         raise MessageError(f"{name} that the peer sent is not JSON: {str(error)[:100]}") from error
     if not isinstance(value, dict):
         raise MessageError(f"{name} that the peer sent is not a JSON object")
     return value
+
+
+def _unique(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
+    """Refuses a name that occurs twice: what we check and what another parser reads would differ."""
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        raise ValueError("a name occurs twice in an object")
+    return made
 
 
 class _Fields:
@@ -391,8 +401,8 @@ class _Fields:
     def __init__(self, file: str, values: Mapping[str, Json]) -> None:
         self._file, self._values = file, values
 
-    def names(self) -> frozenset[str]:
-        return frozenset(self._values)
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._values)
 
     def overlaid(self, values: Mapping[str, Json]) -> _Fields:
         return _Fields(self._file, {**self._values, **values})
@@ -457,13 +467,20 @@ def _named_tokens(config: _Fields) -> dict[str, str]:
 
 def _further_tokens(config: _Fields) -> dict[str, str]:
     """A model's own names for tokens (image_token, ...)."""
-    further = {name: config.anything(name) for name in sorted(config.names()) if name.endswith("_token")}
+    further = {name: config.anything(name) for name in config.names() if name.endswith("_token")}
     extra = config.anything("extra_special_tokens")
     if isinstance(extra, dict):
         further |= {str(name): _content(token) for name, token in extra.items()}
     return {
         name: text for name, text in further.items() if isinstance(text, str) and name not in NAMED_TOKENS
     }
+
+
+def _listed_tokens(config: _Fields) -> list[str]:
+    """Special tokens without a name."""
+    listed = config.anything("extra_special_tokens") or config.anything("additional_special_tokens")
+    contents = map(_content, listed) if isinstance(listed, list) else ()
+    return [content for content in contents if content is not None]
 
 
 def _template(files: Mapping[str, bytes], config: _Fields) -> str | None:
@@ -482,21 +499,22 @@ def _template(files: Mapping[str, bytes], config: _Fields) -> str | None:
 
 def _load_tokenizer(data: bytes, config: _Fields, named: Mapping[str, str]) -> Tokenizer:
     """The tokenizer as transformers sets it up (tokenization_utils_tokenizers.py, TokenizersBackend)."""
+    definition = _json_object("tokenizer.json", data)
+    # before the library sees it: it normalizes the added tokens as soon as it reads them
+    growth = max(_growth(definition.get("normalizer")), _growth(definition.get("decoder")))
+    if growth > MAX_GROWTH:
+        raise MessageError(f"tokenizer.json that the peer sent may make a text {growth:.0f} times as long")
+    del definition
     with _strangers("tokenizer.json"):
         tokenizer = Tokenizer.from_buffer(data)
         tokenizer.no_padding()
         tokenizer.no_truncation()
-        growth = max(_growth(_state(tokenizer.normalizer)), _growth(_state(tokenizer.decoder)))
-    if growth > MAX_GROWTH:
-        raise MessageError(f"tokenizer.json that the peer sent may make a text {growth:.0f} times as long")
-    with _strangers("tokenizer_config.json"):
-        tokenizer.encode_special_tokens = config.flag("split_special_tokens")
-        _add_tokens(tokenizer, config, named)
-        if {"add_bos_token", "add_eos_token"} & config.names():
-            tokenizer.post_processor = _bos_and_eos(tokenizer, config, named)
         size = tokenizer.get_vocab_size(with_added_tokens=True)
     if size > MAX_VOCABULARY:
         raise MessageError(f"the tokenizer has {size} tokens, at most {MAX_VOCABULARY} are accepted")
+    with _strangers("tokenizer_config.json"):
+        tokenizer.encode_special_tokens = config.flag("split_special_tokens")
+        _add_tokens(tokenizer, config, named)
     return tokenizer
 
 
@@ -511,7 +529,7 @@ def _add_tokens(tokenizer: Tokenizer, config: _Fields, named: Mapping[str, str])
             special = fields.flag("special") or content in named.values()
             tokenizer.add_tokens([AddedToken(content, special=special, **_matching(fields, special))])
             known.add(content)
-    for content in named.values():
+    for content in (*named.values(), *_listed_tokens(config)):
         if content not in known:
             tokenizer.add_tokens([AddedToken(content, special=True)])
             known.add(content)
@@ -521,18 +539,6 @@ def _matching(fields: _Fields, special: bool) -> dict[str, bool]:
     flags = {name: fields.flag(name) for name in ("lstrip", "rstrip", "single_word")}
     flags["normalized"] = fields.flag("normalized") if "normalized" in fields.names() else not special
     return flags
-
-
-def _bos_and_eos(tokenizer: Tokenizer, config: _Fields, named: Mapping[str, str]) -> TemplateProcessing:
-    bos = named.get("bos_token") if config.flag("add_bos_token") else None
-    eos = named.get("eos_token") if config.flag("add_eos_token") else None
-    added = [token for token in (bos, eos) if token is not None]
-    single = [f"{bos}:0"] * (bos is not None) + ["$A:0"] + [f"{eos}:0"] * (eos is not None)
-    return TemplateProcessing(
-        single=single,
-        pair=[*single, "$B:1"],
-        special_tokens=[(token, tokenizer.token_to_id(token)) for token in dict.fromkeys(added)],
-    )
 
 
 def _is_cleaned(tokenizer: Tokenizer, config: _Fields) -> bool:
@@ -558,16 +564,42 @@ def _steps(state: Json) -> Iterator[dict[str, Json]]:
         yield state
 
 
-def _growth(state: Json) -> float:
+def _growth(definition: Json) -> float:
     """How many times as long the steps could make a text: a chain of replacements grows exponentially."""
-    growth = 1.0
-    for step in _steps(state):
-        if step["type"] == "Replace":
-            pattern = step["pattern"].get("String", "")
-            growth *= max(1.0, len(step["content"]) / len(pattern) if pattern else 1 + len(step["content"]))
-        elif step["type"] == "Prepend":
-            growth *= 1 + len(step["prepend"])
+    growth, left = 1.0, [definition]
+    while left:
+        part = left.pop()
+        if isinstance(part, dict):
+            growth *= _step_growth(part)
+        if isinstance(part, (dict, list)):
+            left += part.values() if isinstance(part, dict) else part
     return growth
+
+
+def _step_growth(step: Mapping[str, Json]) -> float:
+    """Of one step, by the fields that the library knows it by; it may do without a type."""
+    if "prepend" in step:
+        return 1.0 + len(str(step["prepend"]))
+    if "precompiled_charsmap" in step:
+        return _longest_mapping(step["precompiled_charsmap"])
+    if "pattern" not in step:
+        return 1.0
+    content, pattern = str(step.get("content")), step["pattern"]
+    literal = pattern.get("String") if isinstance(pattern, dict) else None
+    # a regular expression may match nothing, between any two characters
+    return (
+        max(1.0, len(content) / len(literal)) if isinstance(literal, str) and literal else 1.0 + len(content)
+    )
+
+
+def _longest_mapping(charsmap: Json) -> float:
+    """Bytes: u32 length of a trie, the trie, then what characters are mapped to, each ended by a zero."""
+    try:
+        data = base64.b64decode(charsmap)
+    except (ValueError, TypeError):
+        return math.inf
+    texts = data[4 + int.from_bytes(data[:4], "little") :]
+    return max(1.0, *(len(text) for text in texts.split(b"\0")))
 
 
 def _byte_of() -> dict[str, int]:
