@@ -13,9 +13,10 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from peer.checkpoint import Progress
 
 if TYPE_CHECKING:
     import numpy as np
@@ -40,8 +41,8 @@ _LAYER_NAMES = {
 _LAYER_TENSOR = re.compile(r"blk\.(\d+)\.(\w+)\.weight")
 
 
-def convert(gguf: Path, target: Path, report: Callable[[int, int], None]) -> None:
-    """Write the model into the existing directory `target`. `report` gets (bytes done, bytes in all)."""
+def convert(gguf: Path, target: Path, report: Progress) -> None:
+    """Write the model into the existing directory `target`."""
     from gguf import GGUFReader
     from safetensors.numpy import save_file
 
@@ -52,13 +53,16 @@ def convert(gguf: Path, target: Path, report: Callable[[int, int], None]) -> Non
     for tensor in reader.tensors:
         weights[_name(tensor.name)] = _values(tensor, config)
         done += int(tensor.n_elements) * 4
-        report(done, total)
+        report(f"converting {gguf.name}", done, total)
     save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
     weights.clear()
     _write_json(target / "config.json", config)
     stops = {key: value for key, value in config.items() if key.endswith("_token_id")}
     _write_json(target / "generation_config.json", stops)
+    size = gguf.stat().st_size
+    report("converting its tokenizer", 0, size)
     _write_tokenizer(gguf, target)
+    report("converting its tokenizer", size, size)
     for path in target.iterdir():
         _flush(path)
 

