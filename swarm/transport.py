@@ -600,6 +600,7 @@ class Transport:
         except BaseException as error:
             link.close("given up")
             link.abort()
+            await link.gone.wait()  # a turn of the loop: the socket is closed when we raise
             if isinstance(error, TimeoutError):
                 raise Unreachable(str(address), f"no answer in {timeout_s:g} s") from None
             if isinstance(error, OSError):
@@ -670,13 +671,14 @@ class Transport:
         self._closing = True
         for server in self._servers:
             server.close()
+        # Links first, so that the other side hears this reason and not each handler's end.
+        for link in list(self._sockets):
+            link.close("shutting down")
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         links = list(self._sockets)
-        for link in links:
-            link.close("shutting down")
         try:
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
                 for link in links:

@@ -902,7 +902,8 @@ class Connection:
     def _push(self, kind: int, stream: int, payload: bytes) -> None:
         """A frame that goes before all streams."""
         if len(self._urgent) >= MAX_URGENT and not self._closed:
-            self._close(FramingError("the other side sends but doesn't read"), "it doesn't read")
+            text = "the other side sends but doesn't read"
+            self._close(FramingError(text), text, tell=True)
             return
         self._urgent.append(_HEADER.pack(kind, 0, stream) + payload)
 

@@ -1,0 +1,626 @@
+"""Real sockets on loopback. Each test waits for events, never for time to pass."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import random
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
+
+import pytest
+
+from swarm import transport as transport_module
+from swarm.errors import (
+    HandshakeError,
+    IdentityError,
+    PeerFailed,
+    PortTaken,
+    RemoteError,
+    SendQueueFull,
+    StreamClosed,
+    Unreachable,
+    UsageError,
+)
+from swarm.identity import Identity, PeerId
+from swarm.messages import GetFiles, Message, Step, Unsupported, Where
+from swarm.tensors import RawTensor
+from swarm.transport import Address, Link, Stream, Transport, parse_address
+from swarm.wire import DEFAULT_LIMITS, Priority
+
+IDENTITIES = sorted((Identity.from_seed(bytes([n]) * 32) for n in range(1, 6)), key=lambda i: i.peer_id)
+LOW, HIGH = IDENTITIES[0], IDENTITIES[1]
+PEER = LOW.peer_id
+
+Make = Callable[..., Awaitable[Transport]]
+
+
+@pytest.fixture
+async def make() -> AsyncIterator[Make]:
+    """make(identity, listen=True, ...): a transport that is closed behind the test."""
+    made: list[Transport] = []
+
+    async def one(identity: Identity, listen: bool = True, **options: object) -> Transport:
+        transport = Transport(identity, **options)  # type: ignore[arg-type]
+        made.append(transport)
+        if listen:
+            await transport.listen("127.0.0.1", 0)
+        return transport
+
+    async with asyncio.timeout(60):
+        yield one
+        for transport in made:
+            await transport.close()
+
+
+def at(transport: Transport, peer: PeerId | None = None) -> Address:
+    assert transport.port is not None
+    return Address(peer, "127.0.0.1", transport.port)
+
+
+async def until(event: asyncio.Event) -> None:
+    async with asyncio.timeout(20):
+        await event.wait()
+
+
+async def echo(stream: Stream, first: Message) -> None:
+    message: Message | None = first
+    with contextlib.suppress(StreamClosed):
+        while message is not None:
+            await stream.send(message)
+            message = await stream.receive()
+
+
+def step(size: int, position: int = 0) -> Step:
+    tensor = RawTensor("uint8", (size,), random.Random(position).randbytes(size))
+    return Step({"hidden": tensor}, epoch=1, position=position)
+
+
+# ---------------------------------------------------------------- addresses
+
+
+@pytest.mark.parametrize(
+    ("text", "address"),
+    [
+        ("10.0.0.5", Address(None, "10.0.0.5", 7070)),
+        ("10.0.0.5:81", Address(None, "10.0.0.5", 81)),
+        ("peer.example.org", Address(None, "peer.example.org", 7070)),
+        ("peer.example.org:9000", Address(None, "peer.example.org", 9000)),
+        ("[fe80::1]:82", Address(None, "fe80::1", 82)),
+        ("[fe80::1]", Address(None, "fe80::1", 7070)),
+        ("::1", Address(None, "::1", 7070)),
+        (f"{PEER}@10.0.0.5:81", Address(PEER, "10.0.0.5", 81)),
+        (f"{PEER}@[::1]:81", Address(PEER, "::1", 81)),
+        (f" {PEER}@host ", Address(PEER, "host", 7070)),
+    ],
+)
+def test_every_way_to_write_an_address_is_read(text: str, address: Address) -> None:
+    assert parse_address(text) == address
+    assert parse_address(str(address)) == address
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        ":70",
+        "host:",
+        "host:x",
+        "host:0",
+        "host:70000",
+        "a b",
+        "me@host",
+        "http://host",
+        "[::1]x:5",
+        "@host",
+        "host:-1",
+    ],
+)
+def test_what_is_no_address_is_refused_with_an_example(text: str) -> None:
+    with pytest.raises(UsageError, match=r"192\.168\.1\.20:7070"):
+        parse_address(text)
+
+
+# ---------------------------------------------------------------- links and streams
+
+
+async def test_two_peers_talk_and_know_each_other(make: Make) -> None:
+    server, client = await make(LOW), await make(HIGH, listen=False)
+    server.handle(Where, echo)
+    link = await client.dial(at(server))
+    assert link.peer == LOW.peer_id and link.dialled and link.remote == ("127.0.0.1", server.port)
+    assert await link.ping() >= 0 and link.rtt_s is not None
+    stream = link.open_stream()
+    for number in range(5):
+        await stream.send(Where(number))
+    assert [await stream.receive() for _ in range(5)] == [Where(n) for n in range(5)]
+    assert list(server.links) == [HIGH.peer_id] and not server.links[HIGH.peer_id].dialled
+
+
+async def test_a_message_of_many_records_arrives_intact(make: Make) -> None:
+    server, client = await make(LOW), await make(HIGH, listen=False)
+
+    async def handler(stream: Stream, first: Message) -> None:
+        stream.max_message_bytes = 20 << 20
+        await echo(stream, first)
+
+    server.handle(Where, handler)
+    stream = (await client.dial(at(server))).open_stream()
+    stream.max_message_bytes = 20 << 20
+    await stream.send(Where(1))
+    assert await stream.receive() == Where(1)
+    sent = step(5_000_000)
+    await stream.send(sent, Priority.BULK)
+    back = await stream.receive()
+    assert isinstance(back, Step) and back.tensors["hidden"].data == sent.tensors["hidden"].data
+
+
+async def test_a_cancelled_receive_loses_nothing(make: Make) -> None:
+    server, client = await make(LOW), await make(HIGH, listen=False)
+    server.handle(Where, echo)
+    link = await client.dial(at(server))
+    stream = link.open_stream()
+    for number in range(20):
+        waiting = asyncio.create_task(stream.receive())
+        await asyncio.sleep(0)
+        await stream.send(Where(number))
+        await link.ping()  # the echo is here by now, or as good as
+        waiting.cancel()
+        try:
+            got = await waiting
+        except asyncio.CancelledError:
+            got = await stream.receive()
+        assert got == Where(number)
+
+
+async def test_a_cancelled_send_has_queued_nothing_and_a_finished_one_everything(make: Make) -> None:
+    server, client = await make(LOW), await make(HIGH, listen=False)
+    go = asyncio.Event()
+    got: list[int] = []
+
+    async def slow(stream: Stream, first: Message) -> None:
+        await go.wait()
+        with contextlib.suppress(StreamClosed):
+            while True:
+                message = await stream.receive()
+                assert isinstance(message, Step)
+                got.append(message.position)
+
+    server.handle(Where, slow)
+    stream = (await client.dial(at(server))).open_stream()
+    await stream.send(Where(0))
+    sent: list[int] = []
+    cancelled = False
+    while not cancelled:
+        with contextlib.suppress(SendQueueFull):
+            while True:
+                stream.send_nowait(step(400_000, len(sent)), Priority.BULK)
+                sent.append(len(sent))
+        try:
+            async with asyncio.timeout(0):
+                await stream.send(step(400_000, len(sent)), Priority.BULK)
+            sent.append(len(sent))
+        except TimeoutError:
+            cancelled = True
+    assert 2 < len(sent) < 20  # the other side's windows and our queue, no more
+    go.set()
+    await stream.end()
+    while stream.closed_reason is None:
+        with contextlib.suppress(StreamClosed):
+            await stream.receive()
+        await stream.link.ping()
+    assert got == sent
+
+
+async def test_a_stream_nobody_reads_stops_its_own_sender_and_nobody_else(make: Make) -> None:
+    server, client = await make(LOW), await make(HIGH, listen=False)
+    never = asyncio.Event()
+
+    async def stuck(stream: Stream, first: Message) -> None:
+        await never.wait()
+
+    server.handle(Where, echo)
+    server.handle(Step, stuck)
+    link = await client.dial(at(server))
+    slow, quick = link.open_stream(), link.open_stream()
+    with contextlib.suppress(SendQueueFull):
+        while True:
+            slow.send_nowait(step(200_000), Priority.DECODE)
+    for number in range(50):
+        await quick.send(Where(number))
+        assert await quick.receive() == Where(number)
+    never.set()
+
+
+async def test_a_handlers_remote_error_resets_its_stream_and_no_other(make: Make) -> None:
+    server, client = await make(LOW), await make(HIGH, listen=False)
+
+    async def picky(stream: Stream, first: Message) -> None:
+        raise RemoteError("that makes no sense here")
+
+    server.handle(GetFiles, picky)
+    server.handle(Where, echo)
+    link = await client.dial(at(server))
+    good, bad = link.open_stream(), link.open_stream()
+    await bad.send(GetFiles(bytes(32)))
+    with pytest.raises(StreamClosed, match="that makes no sense here"):
+        await bad.receive()
+    await good.send(Where(1))
+    assert await good.receive() == Where(1)
+
+
+async def test_our_own_bug_in_a_handler_is_shown_and_its_stream_reset(
+    make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    server, client = await make(LOW), await make(HIGH, listen=False)
+    shown: list[object] = []
+    server.loop.set_exception_handler(lambda _, context: shown.append(context["exception"]))
+
+    async def buggy(stream: Stream, first: Message) -> None:
+        raise KeyError("our bug")
+
+    server.handle(Where, buggy)
+    stream = (await client.dial(at(server))).open_stream()
+    await stream.send(Where(1))
+    with pytest.raises(StreamClosed, match="internal error"):
+        await stream.receive()
+    server.loop.set_exception_handler(None)
+    assert [type(error) for error in shown] == [KeyError]
+    assert "our bug" in caplog.text
+
+
+async def test_a_first_message_that_nobody_handles_is_answered_unsupported(make: Make) -> None:
+    server, client = await make(LOW), await make(HIGH, listen=False)
+    stream = (await client.dial(at(server))).open_stream()
+    await stream.send(Where(1))
+    assert await stream.receive() == Unsupported("where")
+    with pytest.raises(StreamClosed):
+        await stream.receive()
+
+
+async def test_an_answer_reaches_its_reader_though_the_handler_has_returned(make: Make) -> None:
+    server, client = await make(LOW), await make(HIGH, listen=False)
+
+    async def answer(stream: Stream, first: Message) -> None:
+        await stream.send(step(500_000, 7), Priority.BULK)
+
+    server.handle(Where, answer)
+    link = await client.dial(at(server))
+    for _ in range(5):
+        stream = link.open_stream()
+        await stream.send(Where(1))
+        message = await stream.receive()
+        assert isinstance(message, Step) and message.position == 7
+        with pytest.raises(StreamClosed):
+            await stream.receive()
+        with pytest.raises(StreamClosed):
+            await stream.send(Where(2))
+    assert link.connection.streams == 0 and not link._streams
+
+
+async def test_losing_a_link_wakes_readers_writers_and_pings_with_the_reason(make: Make) -> None:
+    server, client = await make(LOW), await make(HIGH, listen=False)
+    held = asyncio.Event()
+
+    async def hold(stream: Stream, first: Message) -> None:
+        held.set()
+        await asyncio.Event().wait()
+
+    server.handle(Where, hold)
+    lost: list[Link] = []
+    client.on_link_lost.append(lost.append)
+    link = await client.dial(at(server))
+    stream = link.open_stream()
+    await stream.send(Where(1))
+    await until(held)
+
+    async def fill() -> None:
+        while True:
+            await stream.send(step(500_000), Priority.BULK)
+
+    reading, writing = asyncio.create_task(stream.receive()), asyncio.create_task(fill())
+    await link.ping()
+    await server.close()
+    for task in (reading, writing):
+        with pytest.raises(StreamClosed, match="shutting down"):
+            await task
+    await until(link.closed)
+    assert link.closed_reason == "shutting down" and lost == [link] and not client.links
+    for refused in (link.open_stream, lambda: stream.send_nowait(Where(1))):
+        with pytest.raises(StreamClosed):
+            refused()
+    with pytest.raises(StreamClosed):
+        await link.ping()
+
+
+# ---------------------------------------------------------------- dialling and listening
+
+
+async def test_nobody_at_an_address_is_said_plainly(make: Make) -> None:
+    client = await make(HIGH, listen=False)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with pytest.raises(Unreachable, match=rf"127\.0\.0\.1:{port} \(connection refused\)"):
+        await client.dial(Address(None, "127.0.0.1", port))
+    with pytest.raises(Unreachable, match=r"nobody answers at no-such-host\.invalid:7070"):
+        await client.dial(Address(None, "no-such-host.invalid", 7070))
+    assert not client._sockets
+
+
+async def test_a_program_that_never_answers_is_given_up(make: Make) -> None:
+    client = await make(HIGH, listen=False)
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        with pytest.raises(Unreachable, match=r"no answer in 0\.05 s"):
+            await client.dial(Address(None, "127.0.0.1", silent.getsockname()[1]), timeout_s=0.05)
+    assert not client._sockets
+
+
+async def test_a_program_that_is_no_peer_is_named_so(make: Make) -> None:
+    async def web(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+        await writer.drain()
+        writer.close()
+
+    client = await make(HIGH, listen=False)
+    server = await asyncio.start_server(web, "127.0.0.1", 0)
+    with pytest.raises(HandshakeError, match="doesn't speak LayerSwarm"):
+        await client.dial(Address(None, "127.0.0.1", server.sockets[0].getsockname()[1]))
+    server.close()
+    await server.wait_closed()
+
+
+@pytest.mark.parametrize(
+    "data", [b"GET / HTTP/1.0\r\n\r\n", b"\x16\x03\x01\x00\xa5\x01\x00\x00", b"\0" * 5000]
+)
+async def test_a_strange_program_on_the_port_is_shrugged_off(
+    make: Make, caplog: pytest.LogCaptureFixture, data: bytes
+) -> None:
+    caplog.set_level("INFO")
+    server, client = await make(LOW), await make(HIGH, listen=False)
+    server.handle(Where, echo)
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    writer.write(data)
+    with contextlib.suppress(ConnectionError):
+        assert await reader.read() == b""
+    writer.close()
+    stream = (await client.dial(at(server))).open_stream()
+    await stream.send(Where(1))
+    assert await stream.receive() == Where(1)
+    assert not [record for record in caplog.records if record.name.startswith("swarm")]
+
+
+async def test_strangers_who_say_nothing_never_crowd_out_a_peer(make: Make) -> None:
+    server, client = await make(LOW), await make(HIGH, listen=False)
+    writers = [(await asyncio.open_connection("127.0.0.1", server.port))[1] for _ in range(100)]
+    await client.dial(at(server))
+    assert len(server._pending) <= transport_module.MAX_PENDING
+    for writer in writers:
+        writer.close()
+
+
+async def test_another_peer_than_the_named_one_is_refused_and_learns_nothing(make: Make) -> None:
+    server, client = await make(LOW), await make(HIGH, listen=False)
+    seen: list[Link] = []
+    server.on_link.append(seen.append)
+    with pytest.raises(IdentityError, match=f"expected peer {IDENTITIES[3].peer_id}"):
+        await client.dial(at(server, IDENTITIES[3].peer_id))
+    link = await client.dial(at(server, LOW.peer_id))
+    await link.ping()  # the other side is done with the handshake too
+    assert link.peer == LOW.peer_id
+    assert [link.peer for link in seen] == [HIGH.peer_id]
+
+
+async def test_a_bare_address_is_trusted_on_first_use_and_then_held_to_it(make: Make) -> None:
+    class Hosts:
+        def __init__(self) -> None:
+            self.known: dict[str, PeerId] = {}
+
+        def check(self, address_text: str, peer: PeerId) -> None:
+            if self.known.setdefault(address_text, peer) != peer:
+                raise IdentityError(f"{address_text} was {self.known[address_text]}, now it is {peer}")
+
+    hosts = Hosts()
+    server, client = await make(LOW), await make(HIGH, listen=False, known_hosts=hosts)
+    port = server.port
+    await client.dial(at(server))
+    assert hosts.known == {f"127.0.0.1:{port}": LOW.peer_id}
+    await server.close()
+    impostor = await make(IDENTITIES[2], listen=False)
+    await impostor.listen("127.0.0.1", port)
+    with pytest.raises(IdentityError, match=r"was .*, now it is"):
+        await client.dial(at(impostor))
+    assert not impostor.links
+
+
+async def test_dialling_oneself_is_refused_clearly(make: Make) -> None:
+    server = await make(LOW)
+    with pytest.raises(IdentityError, match="our own identity"):
+        await server.dial(at(server))
+    assert not server.links
+
+
+async def test_another_network_is_refused_by_name(make: Make) -> None:
+    server, client = await make(LOW, network="lab"), await make(HIGH, listen=False)
+    with pytest.raises(HandshakeError, match=r"'main'.*'lab'"):
+        await client.dial(at(server))
+
+
+async def test_a_taken_port_is_said_and_the_next_free_one_is_found(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = await make(LOW)
+    second, third = await make(HIGH, listen=False), await make(IDENTITIES[2], listen=False)
+    assert first.port is not None
+    with pytest.raises(PortTaken, match=f"port {first.port} on 127.0.0.1 is already taken"):
+        await second.listen("127.0.0.1", first.port)
+    monkeypatch.setattr(transport_module, "DEFAULT_PORT", first.port)
+    await second.listen("127.0.0.1", None)
+    await third.listen("127.0.0.1", None)
+    assert second.port is not None and third.port is not None
+    assert first.port < second.port < third.port <= first.port + transport_module.PORTS_TRIED
+    with pytest.raises(UsageError, match="can't listen on"):
+        await third.listen("192.0.2.1", 0)
+
+
+async def test_all_interfaces_are_one_port_on_both_families(make: Make) -> None:
+    server, client = await make(LOW, listen=False), await make(HIGH, listen=False)
+    addresses = await server.listen(None, 0)
+    assert addresses[0] == f"0.0.0.0:{server.port}"
+    assert {parse_address(text).port for text in addresses} == {server.port}
+    link = await client.dial(Address(None, "127.0.0.1", server.port or 0))
+    if len(addresses) == 2:
+        again = await client.dial(Address(None, "::1", server.port or 0), fresh=True)
+        assert again.peer == link.peer
+
+
+async def test_a_linked_peer_is_not_dialled_again_unless_asked(make: Make) -> None:
+    server, client = await make(LOW), await make(HIGH, listen=False)
+    link = await client.dial(at(server, LOW.peer_id))
+    assert await client.dial(at(server, LOW.peer_id)) is link
+    assert await client.link_to(LOW.peer_id, ()) is link
+    assert await client.dial(at(server, LOW.peer_id), fresh=True) is not link
+
+
+async def test_a_peer_is_reached_at_whichever_address_works_and_by_one_dial_for_all_callers(
+    make: Make,
+) -> None:
+    server, other, client = await make(LOW), await make(IDENTITIES[2]), await make(HIGH, listen=False)
+    addresses = ["not an address", str(at(other)), str(at(server))]
+    links = await asyncio.gather(*(client.link_to(LOW.peer_id, addresses) for _ in range(5)))
+    assert len(set(links)) == 1 and links[0].peer == LOW.peer_id
+    assert len(client._sockets) == 1
+    with pytest.raises(PeerFailed, match="expected peer"):
+        await client.link_to(IDENTITIES[3].peer_id, [str(at(other))])
+    with pytest.raises(PeerFailed, match="no address is known"):
+        await client.link_to(IDENTITIES[3].peer_id, [])
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+async def test_simultaneous_dials_agree_on_the_lower_peers_connection(
+    make: Make, order: tuple[int, int]
+) -> None:
+    low, high = await make(LOW), await make(HIGH)
+    for side in (low, high):
+        side.handle(Where, echo)
+    dials = [low.dial(at(high, HIGH.peer_id), fresh=True), high.dial(at(low, LOW.peer_id), fresh=True)]
+    links = await asyncio.gather(*(dials[n] for n in order))
+    by_low, by_high = (links[order.index(0)], links[order.index(1)])
+    await by_low.ping()
+    await by_high.ping()
+    assert low.links[HIGH.peer_id] is by_low
+    assert not high.links[LOW.peer_id].dialled
+    # New streams take the agreed connection whichever Link they are asked of, and both directions work.
+    for link in (by_high, by_low):
+        stream = link.open_stream()
+        assert stream.link.dialled is (stream.link.owner is low)
+        await stream.send(Where(5))
+        assert await stream.receive() == Where(5)
+
+
+async def test_the_spare_connection_of_a_pair_is_closed_once_it_is_idle(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transport_module, "DUPLICATE_LINGER_S", 0.0)
+    low, high = await make(LOW), await make(HIGH)
+    low.handle(Where, echo)
+    lost: list[Link] = []
+    high.on_link_lost.append(lost.append)
+    spare = await high.dial(at(low, LOW.peer_id))
+    stream = spare.open_stream()
+    await stream.send(Where(1))
+    assert await stream.receive() == Where(1)
+    kept = await low.dial(at(high, HIGH.peer_id), fresh=True)
+    await kept.ping()
+    for _ in range(3):
+        await spare.ping()
+    await stream.send(Where(2))
+    assert await stream.receive() == Where(2)  # its stream goes on
+    stream.reset("done")
+    with pytest.raises(StreamClosed, match="another connection"):
+        while True:
+            await spare.ping()
+    assert low.links[HIGH.peer_id] is kept and LOW.peer_id in high.links and lost == []
+
+
+async def test_two_hundred_connections_leave_nothing_behind(make: Make) -> None:
+    server, client = await make(LOW), await make(HIGH, listen=False)
+    server.handle(Where, echo)
+    server_links: list[Link] = []
+    server.on_link.append(server_links.append)
+    baseline = len(asyncio.all_tasks())
+    for number in range(200):
+        link = await client.dial(at(server))
+        stream = link.open_stream()
+        await stream.send(Where(number))
+        assert await stream.receive() == Where(number)
+        link.close("enough")
+        await until(link.gone)
+    await asyncio.gather(*(link.gone.wait() for link in server_links))
+    gc.collect()
+    for side in (server, client):
+        assert not side.links and not side._sockets and not side._pending and not side._established
+    assert len(asyncio.all_tasks()) == baseline
+    assert not server._tasks and not client._tasks
+
+
+async def test_closing_ends_everything_even_a_dial_and_a_handler_that_hang(make: Make) -> None:
+    server, client = await make(LOW), await make(HIGH, listen=False)
+    held = asyncio.Event()
+
+    async def hang(stream: Stream, first: Message) -> None:
+        held.set()
+        await asyncio.Event().wait()
+
+    server.handle(Where, hang)
+    stream = (await client.dial(at(server))).open_stream()
+    await stream.send(Where(1))
+    await until(held)
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        reaching = asyncio.create_task(
+            client.link_to(IDENTITIES[2].peer_id, [f"127.0.0.1:{silent.getsockname()[1]}"])
+        )
+        await asyncio.sleep(0)
+        await client.close()
+        with pytest.raises(PeerFailed):
+            await reaching
+    await server.close()
+    assert not server._tasks and not client._tasks and not server._sockets and not client._sockets
+    with pytest.raises(StreamClosed):
+        await stream.receive()
+
+
+async def test_a_peer_that_falls_silent_is_noticed(make: Make) -> None:
+    quick = replace(DEFAULT_LIMITS, ping_every_s=0.02, dead_after_s=0.1)
+    server, client = await make(LOW), await make(HIGH, listen=False, limits=quick)
+    link = await client.dial(at(server))
+    await link.ping()
+    frozen = server.links[HIGH.peer_id]
+    frozen._transport.pause_reading()  # type: ignore[union-attr]
+    await until(link.closed)
+    assert link.closed_reason is not None and "nothing heard" in link.closed_reason
+
+
+async def test_it_runs_on_uvloop_too() -> None:
+    uvloop = pytest.importorskip("uvloop")
+
+    async def talk() -> None:
+        server, client = Transport(LOW), Transport(HIGH)
+        server.handle(Where, echo)
+        await server.listen(None, 0)
+        link = await client.dial(at(server))
+        stream = link.open_stream()
+        for number in range(20):
+            await stream.send(Where(number))
+            assert await stream.receive() == Where(number)
+        assert await link.ping() > 0
+        await client.close()
+        await server.close()
+
+    await asyncio.to_thread(lambda: uvloop.run(talk()))
