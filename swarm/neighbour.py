@@ -71,6 +71,12 @@ class Neighbour:
     def telling_all(self) -> bool:
         return self._snapshot is not None
 
+    def has_message(self, now: float) -> bool:
+        """Whether `next_message` is worth a call."""
+        offers = self.offers_due is not None and self.offers_due <= now
+        owed = self.greeting or self._asks or self._answers or self.digest or self.telling_all
+        return offers or bool(owed) or (self.visitor and self.greeted)
+
     def next_message(self, table: Table, now: float) -> Message | None:
         """What goes out next, or None. At most 16 KiB."""
         if self.greeting is not None:

@@ -105,6 +105,7 @@ class Registry:
         self._asked: dict[bytes, _Asked] = {}  # in the order of `until`
         self._actions: list[Action] = []
         self._digest_at = now + DIGEST_S * rng.uniform(0.2, 1.0)
+        self._ticked_at = now
 
     # ------------------------------------------------------------ what is known
 
@@ -181,7 +182,7 @@ class Registry:
         if opened_here:
             one.greeting = self._greeting(kind)
             one.fingerprint = self._fingerprint
-            if kind is Kind.GOSSIP and self.complete:
+            if kind is Kind.GOSSIP and self.complete and not self.alone:
                 one.digest = self._own_digest(one, now, answer=False)
         one.visitor = not opened_here and self._full(kind)
         self._neighbours[key] = one
@@ -234,6 +235,7 @@ class Registry:
 
     def tick(self, now: float) -> None:
         """Everything that is due by `now`."""
+        self._ticked_at = now
         owner = self._owner
         if owner is not None and owner.due is not None and owner.due <= now:
             self._spread_own(owner.renew(now, len(self.table)), now)
@@ -250,12 +252,17 @@ class Registry:
     def deadline(self) -> float:
         """When `tick` or `next_message` has something to do again, if nothing happens before."""
         times = [self._circle.deadline, self._digest_at, self.table.next_lapse]
-        times += [one.offers_due for one in self._neighbours.values()]
+        due = (one.offers_due for one in self._neighbours.values())
+        times += [at for at in due if at is not None and at > self._ticked_at]  # else it waits for room
         if self._owner is not None:
             times.append(self._owner.due)
         if self._asked:
             times.append(next(iter(self._asked.values())).until)
         return min(at for at in times if at is not None)
+
+    def sendable(self, now: float) -> list[int]:
+        """The streams for which `next_message` has something."""
+        return [key for key, one in self._neighbours.items() if one.has_message(now)]
 
     def next_message(self, key: int, now: float) -> Message | None:
         """What to send to `key` now, or None. At most 16 KiB."""
@@ -293,7 +300,7 @@ class Registry:
             one.fingerprint = message.fingerprint
             if one.visitor:
                 return
-        if isinstance(message, Subscribe) or message.snapshot:
+        if isinstance(message, Subscribe) or message.snapshot or one.visitor:
             one.tell_all([held.peer for held in self.table.held(one.fingerprint)])
 
     def _on_ask(self, one: Neighbour, message: Ask) -> None:
@@ -373,7 +380,7 @@ class Registry:
     def _greeting(self, kind: Kind) -> Message:
         if kind is Kind.SOURCE:
             return Subscribe(self._fingerprint)
-        return GossipHello(snapshot=not self.complete)
+        return GossipHello(snapshot=not self.complete or self.alone)
 
     def _full(self, kind: Kind) -> bool:
         most = circle.MAX_SUBSCRIBERS if kind is Kind.SUBSCRIBER else circle.MAX_NEIGHBOURS

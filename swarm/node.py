@@ -1,0 +1,690 @@
+"""SHELL: one participant of a swarm: drives the registry core over the transport.
+
+A peer's node gossips with neighbours and advertises; a client's node subscribes at up to three
+peers and is dialled by nobody. Each neighbour is one stream with two tasks: what arrives goes into
+the core, and the core's next message is pulled when the last one has room, so back-pressure reaches
+the core and nothing queues up here. `_transmit` is the one place where the core's wishes are carried
+out: tick, wake the writers, act, re-arm the single timer.
+
+Invariants: `start` returns once a first snapshot is whole (or, for a peer that found nobody, when
+it begins a swarm of its own); a claim is advertised as serving only once somebody has dialled one of
+our addresses back, or while there is nobody to ask; we dial back only where the asker itself is,
+so nobody can make a peer scan others; `close` leaves no task behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import ipaddress
+import itertools
+import logging
+import random
+import sys
+import time
+from collections.abc import Coroutine, Iterable, Sequence
+from typing import Any, Literal
+
+from swarm.errors import IdentityError, PeerFailed, RemoteError, StreamClosed, SwarmError, Unreachable
+from swarm.identity import PeerId
+from swarm.messages import Delta, DialBack, DialledBack, GossipHello, Message, Subscribe
+from swarm.records import Descriptor, Load
+from swarm.registry import (
+    Drop,
+    Kind,
+    PeerEntry,
+    Reach,
+    ReachAddress,
+    Registry,
+    SecondInstance,
+    SnapshotComplete,
+)
+from swarm.state import SEQ_BLOCK, PeerDir, StateDir
+from swarm.transport import Address, Link, Stream, Transport, parse_address
+from swarm.wire import Priority
+
+log = logging.getLogger("swarm.node")
+
+SNAPSHOT_TIMEOUT_S = 10.0  # for the first one, after the connection stands
+REMEMBERED_AT_ONCE = 8  # remembered addresses tried side by side at a start; the rest later
+LEAVE_TIMEOUT_S = 1.0  # for the signed leave to get out
+DROP_TIMEOUT_S = 1.0  # for what was queued when a neighbour is let go
+MAX_REACHED = 1024  # addresses at which somebody was found, kept for dialling again
+REMEMBER_S = 300.0  # between writes of the remembered peers
+MEASURE_TIMEOUT_S = 0.5  # one slow peer must not delay `swarm status`
+DIAL_BACK_TIMEOUT_S = 3.0  # for one address; the asker waits a little longer
+DIAL_BACKS_AT_ONCE = 4  # for others; more wait
+CONFIRM_S = 30.0  # between tries while no address of ours was dialled back
+ASKED_TO_DIAL_BACK = 3  # neighbours asked each time
+SEQ_MARGIN = 1024  # numbers left in a block when the next one is reserved
+
+
+def clock() -> float:
+    """Monotonic seconds that count time asleep: a lease goes on running while the lid is closed."""
+    if hasattr(time, "CLOCK_BOOTTIME"):
+        return time.clock_gettime(time.CLOCK_BOOTTIME)
+    if sys.platform == "darwin":  # there CLOCK_MONOTONIC goes on during sleep; time.monotonic doesn't
+        return time.clock_gettime(time.CLOCK_MONOTONIC)
+    return time.monotonic()
+
+
+class _Channel:
+    """A neighbour's stream. snapshot: done when its first one is whole, StreamClosed if it never will be."""
+
+    def __init__(self, key: int, stream: Stream, kind: Kind) -> None:
+        self.key, self.stream, self.kind = key, stream, kind
+        self.wake = asyncio.Event()
+        self.dropped: str | None = None
+        self.snapshot: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.snapshot.add_done_callback(lambda done: done.cancelled() or done.exception())
+
+    @property
+    def peer(self) -> PeerId:
+        return self.stream.link.peer
+
+
+class Node:
+    """state: where peers are remembered between runs, None for nowhere. peer_dir: a peer's own locked
+    directory, whose seq is kept there. fingerprint: the one model that a client wants to hear of."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        *,
+        role: Literal["peer", "client"],
+        state: StateDir | None = None,
+        peer_dir: PeerDir | None = None,
+        fingerprint: bytes | None = None,
+        rng: random.Random | None = None,
+    ) -> None:
+        self.transport, self.role = transport, role
+        self.second_instance = False  # somebody else speaks with this identity
+        self.confirmed_addresses: set[str] = set()
+        self._state, self._peer_dir = state, peer_dir
+        self._rng = rng or random.Random()
+        first_seq = peer_dir.reserve_seq() if peer_dir is not None else int(time.time() * 1000)
+        self._seq_end = first_seq + SEQ_BLOCK
+        self.registry = Registry(
+            transport.identity if role == "peer" else None,
+            now=clock(),
+            rng=self._rng,
+            fingerprint=fingerprint,
+            first_seq=first_seq,
+            unix_ms=int(time.time() * 1000),
+        )
+        self._keys = itertools.count(1)
+        self._channels: dict[int, _Channel] = {}
+        self._reached: dict[PeerId, str] = {}
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._timer: asyncio.TimerHandle | None = None
+        self._version = 0
+        self._changed = asyncio.Event()
+        self._load = Load()
+        self._may_serve = False
+        self._confirm_now = asyncio.Event()
+        self._dialling_back = asyncio.Semaphore(DIAL_BACKS_AT_ONCE)
+        self._closed = False
+
+    # ------------------------------------------------------------ starting and ending
+
+    async def start(self, join: Sequence[str] = ()) -> None:
+        """Join by one of these addresses, or by a remembered one. Returns with the first snapshot.
+
+        Raises UsageError (an address that isn't one), and if none of `join` answers Unreachable,
+        IdentityError, VersionMismatch or HandshakeError; a client that has no address at all gets
+        Unreachable. A peer that only has remembered addresses, or none, starts alone then. Call
+        `close` in any case.
+        """
+        given = [parse_address(text) for text in join]
+        if self.role == "peer":
+            self.transport.handle(GossipHello, self._serve_gossip)
+            self.transport.handle(Subscribe, self._serve_subscriber)
+            self.transport.handle(DialBack, self._answer_dial_back)
+        remembered = self._recall()
+        for address in given:
+            self.registry.remember(str(address), address.peer, given=True)
+        for address in reversed(remembered):
+            self.registry.remember(str(address), address.peer)
+        self._transmit()
+        if given:
+            await self._join_any(given, self._join)
+        else:
+            await self._join_remembered(remembered[:REMEMBERED_AT_ONCE])
+        self._own(self._remember_regularly())
+
+    async def leave(self) -> None:
+        """A signed goodbye, out to all neighbours when this returns (or after a second)."""
+        self.registry.leave(clock())
+        self._transmit()
+        try:
+            async with asyncio.timeout(LEAVE_TIMEOUT_S):
+                await asyncio.gather(*(self._flush(channel) for channel in tuple(self._channels.values())))
+        except TimeoutError:
+            log.info("not every neighbour took our leave in %g s", LEAVE_TIMEOUT_S)
+
+    async def close(self) -> None:
+        """Stop everything of the node. The transport stays the caller's."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+        self._write_remembered(self._worth_remembering())
+        for channel in self._channels.values():
+            channel.dropped = "leaving"
+            channel.wake.set()
+        tasks = [task for task in self._tasks if task is not asyncio.current_task()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # ------------------------------------------------------------ what is known
+
+    def entries(self, fingerprint: bytes | None = None) -> tuple[PeerEntry, ...]:
+        """All whose lease runs, of one model or of all; a peer's own entry is among them."""
+        return self.registry.live(clock(), fingerprint)
+
+    def known(self, fingerprint: bytes | None = None) -> int:
+        """Peers alive, and those that went missing within ten minutes."""
+        return self.registry.known(clock(), fingerprint)
+
+    async def changed(self) -> None:
+        """Wait for the next change of the table: a record, a renewal, a lapse."""
+        await self._changed.wait()
+
+    @property
+    def descriptor_bytes(self) -> bytes:
+        """The own signed descriptor; b"" before `publish`."""
+        return self.registry.descriptor_bytes
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is no neighbour."""
+        return self.registry.alone
+
+    @property
+    def serving_allowed(self) -> bool:
+        """Whether a load of `serving` is advertised as such: dialled back, or nobody there to ask."""
+        return self._may_serve
+
+    # ------------------------------------------------------------ reaching others
+
+    async def link(self, peer: PeerId) -> Link:
+        """A connection, by where it was reached before and what it advertises. Raises PeerFailed."""
+        reached = self._reached.get(peer)
+        addresses = dict.fromkeys([*([reached] if reached else []), *self.registry.table.addresses(peer)])
+        if not addresses and peer not in self.transport.links:
+            raise PeerFailed(peer, "nobody here knows an address of it")
+        return await self.transport.link_to(peer, tuple(addresses))
+
+    async def measure(
+        self, peers: Iterable[PeerId], timeout_s: float = MEASURE_TIMEOUT_S
+    ) -> dict[PeerId, float | None]:
+        """Seconds for a round trip to each, all at once; None where no answer came in time. Never raises."""
+        wanted = list(dict.fromkeys(peers))
+        return dict(
+            zip(wanted, await asyncio.gather(*(self._ping(p, timeout_s) for p in wanted)), strict=True)
+        )
+
+    def rtt_s(self, peer: PeerId) -> float | None:
+        """The last round trip measured, None without a connection."""
+        link = self.transport.links.get(peer)
+        return link.rtt_s if link is not None else None
+
+    # ------------------------------------------------------------ being known
+
+    async def publish(self, descriptor: Descriptor, load: Load | None = None) -> Descriptor:
+        """Sign and spread what this peer is; what was signed is returned.
+
+        `peer` and `seq` are filled in, addresses that don't fit left out. Then neighbours are asked to
+        dial the addresses back, until one is confirmed. Raises UsageError or MessageError (nothing
+        changed) when a field is impossible.
+        """
+        first = not self.registry.descriptor_bytes
+        self._load = load or self._load
+        self._may_serve = self._may_serve or self.registry.alone
+        made = self.registry.publish(descriptor, self._advertised(), clock())
+        self._transmit()
+        if first:
+            self._own(self._confirm(), "confirming addresses")
+        self._confirm_now.set()
+        return made
+
+    def heartbeat(self, load: Load) -> None:
+        """Goes out with the next heartbeat; a change of state at once."""
+        self._load = load
+        if self.registry.descriptor_bytes:
+            self.registry.set_load(self._advertised(), clock())
+            self._transmit()
+
+    def _advertised(self) -> Load:
+        if self._load.state == "serving" and not self._may_serve:
+            return dataclasses.replace(self._load, state="loading")
+        return self._load
+
+    def _set_may_serve(self, allowed: bool) -> None:
+        self._may_serve = allowed
+        self.heartbeat(self._load)
+
+    # ------------------------------------------------------------ joining
+
+    async def _join_any(self, addresses: Sequence[Address], joining: Any) -> None:
+        """Return with the first that works, while the others go on. Raises if all fail."""
+        attempts = {self._own(joining(address)): address for address in addresses}
+        waiting: set[asyncio.Task[Any]] = set(attempts)
+        errors: list[SwarmError] = []
+        while waiting:
+            done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for attempt in done:
+                error = attempt.exception()
+                if error is None:
+                    return
+                if not isinstance(error, SwarmError):
+                    raise error
+                errors.append(error)
+        raise _one_of(addresses, errors)
+
+    async def _join_remembered(self, remembered: Sequence[Address]) -> None:
+        if not remembered and self.role == "client":
+            raise Unreachable(
+                "any peer", "no address was given, none is remembered", "give one with --join host:port"
+            )
+        if not remembered:
+            return
+        try:
+            await self._join_any(remembered, self._join_where_remembered)
+        except SwarmError as error:
+            if self.role == "client":
+                raise Unreachable(
+                    f"the {len(remembered)} remembered addresses",
+                    str(error),
+                    "give another one with --join host:port",
+                ) from None
+            log.info("none of %d remembered peers answers; starting alone: %s", len(remembered), error)
+
+    async def _join(self, address: Address) -> None:
+        """Dial, become neighbours, and wait until its snapshot is whole."""
+        channel = self._open_channel(await self._dial(address))
+        try:
+            async with asyncio.timeout(SNAPSHOT_TIMEOUT_S):
+                await asyncio.shield(channel.snapshot)
+        except TimeoutError:
+            channel.dropped = "no snapshot"
+            channel.wake.set()
+            raise Unreachable(str(address), f"no records in {SNAPSHOT_TIMEOUT_S:g} s") from None
+        except StreamClosed as error:
+            raise Unreachable(str(address), error.reason, "try another peer's address") from None
+
+    async def _join_where_remembered(self, address: Address) -> None:
+        try:
+            await self._join(address)
+        except IdentityError:
+            if not _is_loopback(address.host):  # there peers change ports among each other
+                raise
+            await self._join(Address(None, address.host, address.port))
+
+    async def _dial(self, address: Address) -> Link:
+        link = await self.transport.dial(address)
+        place = str(Address(None, address.host, address.port))
+        self._reached.pop(link.peer, None)
+        self._reached[link.peer] = place
+        if len(self._reached) > MAX_REACHED:
+            del self._reached[next(iter(self._reached))]
+        self.registry.reached(str(address), link.peer)
+        return link
+
+    # ------------------------------------------------------------ neighbours
+
+    def _open_channel(self, link: Link) -> _Channel:
+        kind = Kind.GOSSIP if self.role == "peer" else Kind.SOURCE
+        channel = self._attach(link.open_stream(), kind, opened_here=True)
+        self._own(self._run(channel))
+        return channel
+
+    def _attach(self, stream: Stream, kind: Kind, *, opened_here: bool) -> _Channel:
+        channel = _Channel(next(self._keys), stream, kind)
+        self._channels[channel.key] = channel
+        self.registry.attach(channel.key, channel.peer, kind, opened_here=opened_here, now=clock())
+        return channel
+
+    async def _serve_gossip(self, stream: Stream, first: Message) -> None:
+        await self._run(self._attach(stream, Kind.GOSSIP, opened_here=False), first)
+
+    async def _serve_subscriber(self, stream: Stream, first: Message) -> None:
+        await self._run(self._attach(stream, Kind.SUBSCRIBER, opened_here=False), first)
+
+    async def _run(self, channel: _Channel, first: Message | None = None) -> None:
+        """Until the stream is over, or the core drops it, or it breaks a rule."""
+        tasks: list[asyncio.Task[Any]] = []
+        try:
+            if first is not None:
+                self.registry.receive(channel.key, first, clock())
+            tasks = [asyncio.create_task(self._write(channel)), asyncio.create_task(self._read(channel))]
+            self._transmit()
+            if channel.kind is Kind.GOSSIP:
+                self._confirm_now.set()
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+            await self._let_go(channel)
+        except StreamClosed as error:
+            channel.dropped = error.reason
+        except RemoteError as error:
+            log.info("%s broke a rule of the registry: %s", channel.peer[:8], error)
+            channel.stream.reset(str(error))
+            channel.dropped = str(error)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            self._detach(channel)
+
+    def _detach(self, channel: _Channel) -> None:
+        channel.stream.finish()
+        del self._channels[channel.key]
+        if not channel.snapshot.done():
+            channel.snapshot.set_exception(StreamClosed(channel.dropped or "this node was closed"))
+        self.registry.detach(channel.key, clock())
+        self._transmit()
+
+    async def _read(self, channel: _Channel) -> None:
+        while True:
+            message = await channel.stream.receive()
+            self.registry.receive(channel.key, message, clock())
+            self._transmit()
+
+    async def _write(self, channel: _Channel) -> None:
+        """Returns when the core has let this neighbour go."""
+        while channel.dropped is None:
+            channel.wake.clear()
+            message = self.registry.next_message(channel.key, clock())
+            if message is not None:
+                await channel.stream.send(message, _priority(message))
+                continue
+            self._act()  # a visitor that has had all is dropped only now
+            if channel.dropped is None:
+                await channel.wake.wait()
+
+    async def _let_go(self, channel: _Channel) -> None:
+        """What was queued leaves first; then the other side reads why."""
+        try:
+            async with asyncio.timeout(DROP_TIMEOUT_S):
+                await channel.stream.end()
+        except TimeoutError:
+            pass
+        channel.stream.reset(channel.dropped or "done")
+
+    async def _flush(self, channel: _Channel) -> None:
+        try:
+            while (message := self.registry.next_message(channel.key, clock())) is not None:
+                await channel.stream.send(message, _priority(message))
+            await channel.stream.end()
+        except StreamClosed:
+            pass
+
+    # ------------------------------------------------------------ the core's wishes
+
+    def _transmit(self) -> None:
+        """Tick, wake the writers that have something, act, re-arm the one timer."""
+        if self._closed:
+            return
+        now = clock()
+        self.registry.tick(now)
+        for key in self.registry.sendable(now):
+            if key in self._channels:
+                self._channels[key].wake.set()
+        self._act()
+        self._keep_seq()
+        if self.registry.table.version != self._version:
+            self._version = self.registry.table.version
+            changed, self._changed = self._changed, asyncio.Event()
+            changed.set()
+        if self._timer is not None:
+            self._timer.cancel()
+        delay_s = max(0.001, self.registry.deadline - clock())
+        self._timer = asyncio.get_running_loop().call_later(delay_s, self._transmit)
+
+    def _act(self) -> None:
+        for action in self.registry.actions():
+            if isinstance(action, Reach):
+                self._own(self._reach(action.peer))
+            elif isinstance(action, ReachAddress):
+                self._own(self._reach_address(action.address))
+            elif isinstance(action, Drop):
+                self._drop(action)
+            elif isinstance(action, SnapshotComplete):
+                channel = self._channels.get(action.key)
+                if channel is not None and not channel.snapshot.done():
+                    channel.snapshot.set_result(None)
+            elif isinstance(action, SecondInstance):
+                self._warn_of_second_instance()
+
+    def _drop(self, action: Drop) -> None:
+        channel = self._channels.get(action.key)
+        if channel is not None:
+            channel.dropped = action.reason
+            channel.wake.set()
+
+    def _warn_of_second_instance(self) -> None:
+        if not self.second_instance:
+            self.second_instance = True
+            log.warning(
+                "another process runs with the same identity %s: stop one of them, or start it with --new",
+                self.transport.identity.peer_id[:8],
+            )
+
+    def _keep_seq(self) -> None:
+        """What is on disk is above everything that was signed, so a restart outranks it."""
+        if self._peer_dir is not None and self.registry.seq > self._seq_end - SEQ_MARGIN:
+            self._seq_end = self._peer_dir.reserve_seq(self.registry.seq + 1) + SEQ_BLOCK
+
+    async def _reach(self, peer: PeerId) -> None:
+        try:
+            self._open_unless_there(await self.link(peer))
+        except SwarmError as error:
+            log.debug("%s isn't reached: %s", peer[:8], error)
+            self.registry.unreached(peer, clock())
+        self._transmit()
+
+    async def _reach_address(self, text: str) -> None:
+        try:
+            self._open_unless_there(await self._dial(parse_address(text)))
+        except SwarmError as error:
+            log.debug("nobody is reached at %s: %s", text, error)
+            self.registry.unreached(text, clock())
+        self._transmit()
+
+    def _open_unless_there(self, link: Link) -> None:
+        there = {one.peer for one in self._channels.values() if one.kind is not Kind.SUBSCRIBER}
+        self.registry.reached(link.peer, link.peer)
+        if link.peer not in there:
+            self._open_channel(link)
+
+    # ------------------------------------------------------------ dialling back
+
+    async def _confirm(self) -> None:
+        """Ask neighbours to dial our addresses until one of them was confirmed."""
+        while not self.confirmed_addresses:
+            self._confirm_now.clear()
+            if self.registry.alone:
+                self._set_may_serve(True)
+            else:
+                await self._ask_to_dial_back()
+            if self.confirmed_addresses:
+                break
+            try:
+                async with asyncio.timeout(CONFIRM_S):
+                    await self._confirm_now.wait()
+            except TimeoutError:
+                pass
+
+    async def _ask_to_dial_back(self) -> None:
+        neighbours = {one.peer: one.stream.link for one in self._channels.values() if one.kind is Kind.GOSSIP}
+        chosen = self._rng.sample(sorted(neighbours), min(ASKED_TO_DIAL_BACK, len(neighbours)))
+        addresses = self._own_addresses()
+        answers = await asyncio.gather(*(self._dialled_back(neighbours[peer], addresses) for peer in chosen))
+        heard = [answer for answer in answers if answer is not None]
+        self.confirmed_addresses.update(*heard)
+        if self.confirmed_addresses:
+            self._set_may_serve(True)
+        elif heard:
+            if self._may_serve or self._load.state == "serving":
+                log.warning(
+                    "no peer can connect to %s, so nobody will route through this one; open port %s "
+                    "towards it, or say where it is reached with --announce",
+                    ", ".join(addresses) or "this peer",
+                    self.transport.port,
+                )
+            self._set_may_serve(False)
+
+    def _own_addresses(self) -> tuple[str, ...]:
+        return self.registry.table.addresses(self.transport.identity.peer_id)
+
+    async def _dialled_back(self, link: Link, addresses: tuple[str, ...]) -> set[str] | None:
+        """Which of `addresses` reach us, as that neighbour says; None without an answer."""
+        try:
+            stream = link.open_stream()
+        except StreamClosed:
+            return None
+        try:
+            async with asyncio.timeout(2 * DIAL_BACK_TIMEOUT_S):
+                await stream.send(DialBack(addresses))
+                answer = await stream.receive()
+        except (StreamClosed, TimeoutError):
+            return None
+        finally:
+            stream.finish()
+        return set(answer.reached) & set(addresses) if isinstance(answer, DialledBack) else None
+
+    async def _answer_dial_back(self, stream: Stream, first: Message) -> None:
+        assert isinstance(first, DialBack)
+        async with self._dialling_back:
+            tried = await asyncio.gather(*(self._dial_back(stream.link, text) for text in first.addresses))
+        reached = tuple(text for text, good in zip(first.addresses, tried, strict=True) if good)
+        await stream.send(DialledBack(reached))
+
+    async def _dial_back(self, asker: Link, text: str) -> bool:
+        """Whether a fresh connection to there reaches the asker; tried only where it can be itself."""
+        try:
+            address = parse_address(text)
+            host = await self._where_the_asker_may_be(address, asker.remote[0])
+            if host is None:
+                return False
+            await self.transport.dial(
+                Address(asker.peer, host, address.port), DIAL_BACK_TIMEOUT_S, fresh=True
+            )
+        except SwarmError as error:
+            log.debug("dialling back %s at %s failed: %s", asker.peer[:8], text, error)
+            return False
+        return True
+
+    async def _where_the_asker_may_be(self, address: Address, remote: str) -> str | None:
+        """A resolved host of `address` that is the asker's own, or private where the asker is too."""
+        try:
+            async with asyncio.timeout(DIAL_BACK_TIMEOUT_S):
+                found = await asyncio.get_running_loop().getaddrinfo(address.host, address.port)
+        except (OSError, TimeoutError):
+            return None
+        hosts = [str(info[4][0]) for info in found]
+        return next((host for host in hosts if _same_place(host, remote)), None)
+
+    # ------------------------------------------------------------ remembering
+
+    def _recall(self) -> list[Address]:
+        """The remembered addresses of this network, the latest first."""
+        found: list[Address] = []
+        remembered = self._state.remembered(self.transport.network) if self._state is not None else {}
+        for text, peer in remembered.items():
+            try:
+                found.append(parse_address(f"{peer}@{text}" if peer else text))
+            except SwarmError:
+                log.debug("a remembered address that isn't one: %.80r", text)
+        return [address for address in found if address.peer != self.transport.identity.peer_id]
+
+    def _worth_remembering(self) -> dict[str, str]:
+        """Where live peers are: by what they advertise, and last by where they were really reached."""
+        own = self.transport.identity.peer_id
+        live = [entry for entry in self.entries() if entry.peer != own]
+        advertised = {
+            entry.descriptor.addresses[0]: entry.peer for entry in live if entry.descriptor.addresses
+        }
+        alive = {entry.peer for entry in live} | {channel.peer for channel in self._channels.values()}
+        reached = {place: peer for peer, place in self._reached.items() if peer in alive}
+        return {**advertised, **reached}
+
+    def _write_remembered(self, peers: dict[str, str]) -> None:
+        if self._state is not None and peers:
+            self._state.remember(self.transport.network, peers)
+
+    async def _remember_regularly(self) -> None:
+        while True:
+            await asyncio.to_thread(self._write_remembered, self._worth_remembering())
+            await asyncio.sleep(REMEMBER_S)
+
+    # ------------------------------------------------------------ tasks
+
+    async def _ping(self, peer: PeerId, timeout_s: float) -> float | None:
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await (await self.link(peer)).ping()
+        except (SwarmError, TimeoutError):
+            return None
+
+    def _own(self, work: Coroutine[Any, Any, None], what: str = "a task") -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._finished)
+        return task
+
+    def _finished(self, task: asyncio.Task[Any]) -> None:
+        """Our own bugs are never swallowed; what the network did was dealt with where it happened."""
+        self._tasks.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not isinstance(error, SwarmError):
+            log.error("a task of the node failed", exc_info=error)
+            task.get_loop().call_exception_handler(
+                {"message": "a task of the node failed", "exception": error, "task": task}
+            )
+
+
+def _priority(message: Message) -> Priority:
+    """Records may be many, and a step must not wait behind them; all else is a few bytes."""
+    return Priority.BULK if isinstance(message, Delta) else Priority.CONTROL
+
+
+def _one_of(addresses: Sequence[Address], errors: Sequence[SwarmError]) -> SwarmError:
+    """The error to raise when all addresses failed: the only one, or the one that says most."""
+    telling = [error for error in errors if not isinstance(error, Unreachable)]
+    if len(errors) == 1 or telling:
+        return (telling or list(errors))[0]
+    reasons = dict.fromkeys(error.reason for error in errors if isinstance(error, Unreachable))
+    return Unreachable(", ".join(map(str, addresses)), "; ".join(reasons))
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _same_place(host: str, remote: str) -> bool:
+    """Whether dialling `host` can only bother whoever asks from `remote`, or the private network of both."""
+    try:
+        there, asker = _plain_ip(host), _plain_ip(remote)
+    except ValueError:
+        return False
+    if there.is_unspecified or there.is_multicast:
+        return False
+    return there == asker or (_is_near(there) and _is_near(asker))
+
+
+def _plain_ip(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    found = ipaddress.ip_address(text.partition("%")[0])
+    mapped = found.ipv4_mapped if isinstance(found, ipaddress.IPv6Address) else None
+    return mapped or found
+
+
+def _is_near(ip: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
+    """Private, loopback, link-local, or a carrier's or overlay's own range."""
+    return not ip.is_global
