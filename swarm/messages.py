@@ -17,6 +17,7 @@ Which message opens which stream:
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -152,13 +153,20 @@ def of(codec: Codec, **default: Any) -> Any:
 M = TypeVar("M")
 
 
+@functools.cache
+def _fields(cls: type[Any]) -> tuple[tuple[str, Codec, bool], ...]:
+    """(name, codec, required) of all fields that travel; looked up for every message of a step."""
+    missing = dataclasses.MISSING
+    return tuple(
+        (f.name, f.metadata["codec"], f.default is missing and f.default_factory is missing)
+        for f in dataclasses.fields(cls)
+        if "codec" in f.metadata
+    )
+
+
 def to_map(message: Any) -> dict[str, Wire]:
     """All fields that carry a codec, by name."""
-    return {
-        f.name: f.metadata["codec"].write(getattr(message, f.name))
-        for f in dataclasses.fields(message)
-        if "codec" in f.metadata
-    }
+    return {name: codec.write(getattr(message, name)) for name, codec, _ in _fields(type(message))}
 
 
 def from_map(cls: type[M], values: Wire) -> M:
@@ -166,16 +174,14 @@ def from_map(cls: type[M], values: Wire) -> M:
     if not isinstance(values, Mapping):
         raise MessageError(f"{cls.__name__} should be a map, got {type(values).__name__}")
     read: dict[str, Any] = {}
-    for f in dataclasses.fields(cls):  # type: ignore[arg-type]
-        if "codec" not in f.metadata:
-            continue
-        if f.name in values:
+    for name, codec, required in _fields(cls):
+        if name in values:
             try:
-                read[f.name] = f.metadata["codec"].read(values[f.name])
+                read[name] = codec.read(values[name])
             except MessageError as error:
-                raise MessageError(f"{cls.__name__}.{f.name}: {error}") from None
-        elif f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING:
-            raise MessageError(f"{cls.__name__}.{f.name} is missing")
+                raise MessageError(f"{cls.__name__}.{name}: {error}") from None
+        elif required:
+            raise MessageError(f"{cls.__name__}.{name} is missing")
     return cls(**read)
 
 

@@ -288,7 +288,7 @@ class Link(asyncio.Protocol):
         self.idle_since: float | None = None  # of a duplicate
         self._transport: asyncio.Transport | None = None
         self._paused = False
-        self._transmitting = False
+        self._transmitting = self._again = False
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
         self._streams: dict[int, Stream] = {}
@@ -329,11 +329,14 @@ class Link(asyncio.Protocol):
 
     def transmit(self) -> None:
         """Drain the core, send, re-arm the one timer. What happened is told before it returns."""
-        if self._transmitting:  # a handler called us from inside
+        self._again = True
+        if self._transmitting:  # called by what we are just telling: the loop below goes round once more
             return
         self._transmitting = True
         try:
-            self._drain()
+            while self._again:
+                self._again = False
+                self._drain()
         finally:
             self._transmitting = False
         self._rearm()
@@ -385,10 +388,11 @@ class Link(asyncio.Protocol):
             if self._paused or self._transport is None or self._transport.is_closing():
                 break
             data = self.connection.data_to_send()
-            self._handle_events()
-            if not data:
+            if data:
+                self._transport.write(data)
+                self._handle_events()
+            if len(data) < wire.COALESCE_BYTES:  # that was all
                 break
-            self._transport.write(data)
         else:
             self.loop.call_soon(self.transmit)
         if self.connection.closed and self._transport is not None and not self._transport.is_closing():

@@ -203,6 +203,7 @@ class Head(NamedTuple):
 
     values: dict[str, Any]
     specs: Specs
+    sizes: list[int]
     start: int
     total: int
 
@@ -218,8 +219,8 @@ def read_head(data: Buffer) -> Head | None:
         return None
     values = read_map(bytes(data[2 : 2 + size]))
     specs = _read_specs(values.pop(TENSORS_KEY, ()))
-    total = 2 + size + sum(tensor_bytes(dtype, shape) for _, dtype, shape in specs)
-    return Head(values, specs, 2 + size, total)
+    sizes = [tensor_bytes(dtype, shape) for _, dtype, shape in specs]
+    return Head(values, specs, sizes, 2 + size, 2 + size + sum(sizes))
 
 
 def cut_tensors(head: Head, data: Buffer) -> dict[str, RawTensor]:
@@ -228,8 +229,8 @@ def cut_tensors(head: Head, data: Buffer) -> dict[str, RawTensor]:
         raise MessageError(f"the message has {len(data)} bytes, its map says {head.total}")
     view, at = memoryview(data), head.start
     tensors = {}
-    for name, dtype, shape in head.specs:
-        end = at + tensor_bytes(dtype, shape)
+    for (name, dtype, shape), size in zip(head.specs, head.sizes, strict=True):
+        end = at + size
         tensors[name] = RawTensor(dtype, shape, view[at:end])
         at = end
     return tensors
