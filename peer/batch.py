@@ -39,8 +39,7 @@ J = TypeVar("J", bound=Waiting)
 @dataclass(frozen=True, slots=True)
 class BatchConfig:
     """prefill_tokens: most prompt tokens beside the decode steps of a turn; larger is faster for
-    prompts, smaller is smoother for those who decode. rows: most sessions in a turn (1 where a
-    model's positions depend on the whole batch)."""
+    prompts, smaller is smoother for those who decode. rows: most sessions in a turn."""
 
     prefill_tokens: int = 512
     rows: int = 64
@@ -66,8 +65,12 @@ class Scheduler(Generic[J]):
         """Take back all waiting steps of a session."""
         return self._take([n for n, job in self._waiting.items() if job.key == key])
 
-    def next(self) -> list[J]:
-        """The steps of the next turn, in the order of their rows; empty if nothing waits."""
+    def next(self, most_rows: int | None = None) -> list[J]:
+        """The steps of the next turn, in the order of their rows; empty if nothing waits.
+
+        most_rows: fewer sessions than configured (1 where positions depend on the whole batch).
+        """
+        rows = min(self.config.rows, most_rows or self.config.rows)
         ready = list(self._ready())
         if not ready:
             return []
@@ -81,9 +84,9 @@ class Scheduler(Generic[J]):
             ):
                 chosen.append(n)
                 spent += job.tokens
-        if ready[0][0] not in chosen[: self.config.rows]:  # the longest waiting one always runs
+        if ready[0][0] not in chosen[:rows]:  # the longest waiting one always runs
             chosen.insert(0, ready[0][0])
-        return self._take(list(dict.fromkeys(chosen))[: self.config.rows])
+        return self._take(list(dict.fromkeys(chosen))[:rows])
 
     def _ready(self) -> Iterator[tuple[int, J]]:
         """The first step of each session, oldest first."""

@@ -25,34 +25,27 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from peer.batch import BatchConfig, Scheduler
 from peer.cache import SessionCache
+from peer.hop import SampleAt
 from peer.model import PackedStep, Row, SpanModel, StepOutput
 from peer.sampling import sample
 from routing.spans import Span, Speed
 from swarm.errors import EngineStopped, StepFailed, SwarmError
-from swarm.messages import Sampling
-from swarm.tensors import RawTensor
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+FloatArray = npt.NDArray[np.float64]
 
 SMOOTHING = 0.1  # weight of the newest turn in the running means: about the last twenty count
 RECENT_TURNS = 256  # turns that the 99th percentile is taken over
 TRIAL_TOKENS = 64  # a trial prefill: enough to be bound by arithmetic, not by weight reading
-TRIAL_SECONDS = 0.8  # most that trial decode steps take in all, before the last one ends
-
-
-@dataclass(frozen=True, slots=True)
-class SampleRequest:
-    """Which id comes at `position`. ids: the session's so far, for penalties."""
-
-    sampling: Sampling
-    position: int
-    ids: Sequence[int] = ()
+TRIAL_ROUNDS = 10  # most that are needed for a best one
+TRIAL_SECONDS = 0.6  # most that trial decode steps take in all, before the last round begins
 
 
 @dataclass(eq=False)
@@ -60,15 +53,15 @@ class Job:
     """One session's step on this hop. ids: [n] for a span with layer 0, else hidden: [n, width].
 
     The KV is cut to `position` first. sample: the step ends at the last known id, on the last span.
+    cache: covers `span`, and stands for the session in the queue.
     """
 
-    key: Hashable
     cache: SessionCache
     span: Span
     position: int
     ids: Sequence[int] | None = None
     hidden: Tensor | None = None
-    sample: SampleRequest | None = None
+    sample: SampleAt | None = None
 
     @property
     def tokens(self) -> int:
@@ -78,12 +71,12 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class JobResult:
-    """hidden: [n, width] on the CPU in the model's dtype, None on a last span. token: if one was sampled.
+    """output: [n, width] on the CPU in the model's dtype, None on a last span. token: if one was sampled.
 
     waited_s: from submit to the turn's start. computed_s: the turn. packed: sessions in that turn.
     """
 
-    hidden: Tensor | None
+    output: Tensor | None
     token: int | None
     waited_s: float
     computed_s: float
@@ -137,10 +130,7 @@ class Engine:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.model, self.config, self._clock = model, config or EngineConfig(), clock
-        batch = self.config.batch
-        if model is not None and not model.packs:
-            batch = BatchConfig(batch.prefill_tokens, rows=1)
-        self._scheduler: Scheduler[_Entry] = Scheduler(batch)
+        self._scheduler: Scheduler[_Entry] = Scheduler(self.config.batch)
         self._calls: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -163,7 +153,7 @@ class Engine:
         """
         loop = asyncio.get_running_loop()
         future: asyncio.Future[JobResult] = loop.create_future()
-        entry = _Entry(job, future, loop, self._clock(), job.key, job.span, job.tokens)
+        entry = _Entry(job, future, loop, self._clock(), job.cache, job.span, job.tokens)
         with self._wake:
             if self._stopping:
                 raise EngineStopped
@@ -171,10 +161,10 @@ class Engine:
             self._wake.notify()
         return future
 
-    def drop(self, key: Hashable) -> None:
+    def drop(self, cache: SessionCache) -> None:
         """Cancel a session's waiting steps; one that runs already ends, and nobody hears of it."""
         with self._wake:
-            dropped = self._scheduler.drop(key)
+            dropped = self._scheduler.drop(cache)
         for entry in dropped:
             entry.future.cancel()
 
@@ -224,7 +214,7 @@ class Engine:
                     self._wake.wait()
                 over = self._stopping and not (self._draining and len(self._scheduler))
                 call = self._calls.popleft() if self._calls else None
-                entries = [] if call or over else self._scheduler.next()
+                entries = [] if call or over else self._scheduler.next(self._most_rows)
             if call is not None:
                 call()
             elif over:
@@ -232,6 +222,11 @@ class Engine:
             else:
                 self._turn(entries)
         self._abandon()
+
+    @property
+    def _most_rows(self) -> int | None:
+        """One, where a token's place in the batch would change its numbers."""
+        return None if self.model is None or self.model.packs else 1
 
     def _abandon(self) -> None:
         with self._wake:
@@ -271,12 +266,12 @@ class Engine:
         assert model is not None, "a step before the model was loaded"
         if job.cache.freed:
             raise StepFailed(layers, "the session is closed")
-        if not (model.span.covers(job.span) and job.cache.span == job.span):
+        if not (model.span.covers(job.span) and job.cache.span.covers(job.span)):
             raise StepFailed(layers, f"the claim is {model.span} and the session's KV {job.cache.span}")
         if job.tokens == 0:
             raise StepFailed(layers, "it has no tokens")
         if job.span.start == 0:
-            if job.ids is None or not (0 <= min(job.ids) and max(job.ids) < model.vocab):
+            if job.ids is None or not (min(job.ids) >= 0 and max(job.ids) < model.vocab):
                 raise StepFailed(layers, f"it needs token ids from 0 to {model.vocab - 1}")
         elif job.hidden is None or job.hidden.shape != (job.tokens, model.width):
             shape = None if job.hidden is None else list(job.hidden.shape)
@@ -302,9 +297,9 @@ class Engine:
                 outcomes.append((entry, result))
                 continue
             entry.job.cache.finish(entry.job.position + entry.job.tokens)
-            hidden, token = result
+            rows, token = result
             waited = started - entry.submitted
-            outcomes.append((entry, JobResult(hidden, token, waited, took, len(entries))))
+            outcomes.append((entry, JobResult(rows, token, waited, took, len(entries))))
 
     def _read(
         self, jobs: list[Job], output: StepOutput
@@ -328,7 +323,8 @@ class Engine:
                 token = None
                 if row is not None and job.sample is not None:
                     token = sample(row, job.sample.sampling, job.sample.position, job.sample.ids)
-                results.append((None if hidden is None else hidden[start:stop], token))
+                output = None if hidden is None else hidden[start:stop]
+                results.append((output if output is None or len(jobs) == 1 else output.clone(), token))
             start = stop
         return results
 
@@ -392,44 +388,39 @@ def _line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-# ---------------------------------------------------------------- tensors on the wire
-
-
-def raw_tensor(tensor: Tensor) -> RawTensor:
-    """A CPU tensor as it travels. Copies."""
-    data = tensor.contiguous().view(torch.uint8).numpy().tobytes()
-    return RawTensor(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), data)
-
-
-def torch_tensor(raw: RawTensor) -> Tensor:
-    """The reverse. Shares memory with `raw` where that is writable, else copies."""
-    data = memoryview(raw.data)
-    dtype = getattr(torch, raw.dtype)
-    if not data.nbytes:
-        return torch.empty(raw.shape, dtype=dtype)
-    return torch.frombuffer(bytearray(data) if data.readonly else data, dtype=dtype).reshape(raw.shape)
-
-
 # ---------------------------------------------------------------- trial steps
 
 
 def measure_speed(model: SpanModel, clock: Callable[[], float] = time.perf_counter) -> Speed:
     """What decode and prefill really take here. Run it in the engine's thread (`Engine.call`).
 
-    Decode steps over several sub-spans of the claim are timed and `Speed`'s formula is fitted to them
-    by least squares; what a claim can't tell apart (one layer's time from a step's own) is shared out.
+    Decode steps over several sub-spans of the claim are timed in turn, the best of each counts (what else
+    runs on the machine only ever adds), and `Speed`'s formula is fitted to them by least squares. What a
+    claim can't tell apart (one layer's time from a step's own) is shared out.
     """
+    prefill_s = _prefill_s(model, clock)  # first: it also brings in the weights
     spans = _trial_spans(model.span)
-    seconds = [_decode_s(model, span, clock, TRIAL_SECONDS / len(spans)) for span in spans]
-    features = np.array(
-        [[1, len(s), s.start == 0, s.stop == model.layers_total] for s in spans], dtype=np.float64
-    )
-    fitted, *_ = np.linalg.lstsq(features, np.array(seconds), rcond=None)
-    step_s, layer_s, embed_s, head_s = (max(0.0, float(value)) for value in fitted)
-    row = Row(model.new_cache(TRIAL_TOKENS), 0, TRIAL_TOKENS)
-    chunk = PackedStep(model.span, [row], **_trial_input(model, TRIAL_TOKENS, model.span))
-    prefill_s = min(_timed(model, chunk, clock) for _ in range(2))
+    steps = [_trial_step(model, span) for span in spans]
+    best, begun, rounds = [float("inf")] * len(spans), clock(), 0
+    while rounds < 2 or (rounds < TRIAL_ROUNDS and clock() - begun < TRIAL_SECONDS):
+        best = [min(b, _timed(model, step, clock)) for b, step in zip(best, steps, strict=True)]
+        rounds += 1
+    features = [[1.0, len(s), s.start == 0, s.stop == model.layers_total] for s in spans]
+    step_s, layer_s, embed_s, head_s = _fit_non_negative(np.array(features, dtype=np.float64), np.array(best))
     return Speed(step_s, layer_s, embed_s, head_s, prefill_s / TRIAL_TOKENS / len(model.span))
+
+
+def _fit_non_negative(features: FloatArray, seconds: FloatArray) -> list[float]:
+    """Least squares; a share that comes out negative is noise, so it is 0 and the others are fitted again."""
+    kept = list(range(features.shape[1]))
+    while True:
+        fitted = np.linalg.lstsq(features[:, kept], seconds, rcond=None)[0]
+        worst = int(np.argmin(fitted))
+        if fitted[worst] >= 0.0 or len(kept) == 1:
+            break
+        del kept[worst]
+    shares = dict(zip(kept, fitted, strict=True))
+    return [max(0.0, float(shares.get(column, 0.0))) for column in range(features.shape[1])]
 
 
 def _trial_spans(claim: Span) -> list[Span]:
@@ -439,16 +430,16 @@ def _trial_spans(claim: Span) -> list[Span]:
     return list(dict.fromkeys(Span(x, y) for x, y in cuts if x < y))
 
 
-def _decode_s(model: SpanModel, span: Span, clock: Callable[[], float], budget_s: float) -> float:
-    """Median seconds of one decode step over `span`, in at least two and at most fifteen tries."""
+def _trial_step(model: SpanModel, span: Span, tokens: int = 1) -> PackedStep:
     is_last = span.stop == model.layers_total
-    row = Row(model.new_cache(1, span), 0, 1, logits=int(is_last))
-    step = PackedStep(span, [row], **_trial_input(model, 1, span))
-    _timed(model, step, clock)  # builds the view, touches the weights
-    times: list[float] = []
-    while len(times) < 2 or (len(times) < 15 and sum(times) < budget_s):
-        times.append(_timed(model, step, clock))
-    return float(np.median(times))
+    row = Row(model.new_cache(tokens, span), 0, tokens, logits=int(is_last))
+    return PackedStep(span, [row], **_trial_input(model, tokens, span))
+
+
+def _prefill_s(model: SpanModel, clock: Callable[[], float]) -> float:
+    step = _trial_step(model, model.span, TRIAL_TOKENS)
+    _timed(model, step, clock)
+    return min(_timed(model, step, clock) for _ in range(2))
 
 
 def _trial_input(model: SpanModel, tokens: int, span: Span) -> dict[str, Tensor]:
@@ -466,11 +457,10 @@ def _timed(model: SpanModel, step: PackedStep, clock: Callable[[], float]) -> fl
 
 def measure_workspace(model: SpanModel, tokens: int) -> int | None:
     """Bytes that a prefill chunk needs beyond weights and KV, by a real one. None: can't be told here."""
-    is_last = model.span.stop == model.layers_total
-    row = Row(model.new_cache(tokens), 0, tokens, logits=int(is_last))
-    for tensor in (*row.cache.keys, *row.cache.values):
+    step = _trial_step(model, model.span, tokens)
+    cache = step.rows[0].cache
+    for tensor in (*cache.keys, *cache.values):
         tensor.zero_()  # its pages are KV, not workspace
-    step = PackedStep(model.span, [row], **_trial_input(model, tokens, model.span))
     if model.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(model.device)
         before = torch.cuda.memory_allocated(model.device)

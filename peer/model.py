@@ -43,6 +43,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from peer.cache import LayerKV, SessionCache
 from routing.spans import Span
 from swarm.errors import UnsupportedModel
+from swarm.tensors import RawTensor
 
 ATTENTION = "layerswarm"
 MAX_VIEWS = 32  # sub-spans in use at once; a view is a few Python objects, the bound only keeps it finite
@@ -145,7 +146,6 @@ class _StepSlot:
     """The step that runs now, where the attention function and the wrappers find it."""
 
     rows: Sequence[Row] = ()
-    first_layer: int = 0
     hidden_in: Tensor | None = None
     hidden_out: Tensor | None = None
     wanted: Tensor | None = None  # indices of the tokens whose logits are wanted
@@ -179,7 +179,7 @@ def packed_attention(
     s_aux: [heads] attention sinks, arXiv:2309.17453.
     """
     slot: _StepSlot = module.step_slot  # type: ignore[assignment]
-    layer: int = module.layer_idx - slot.first_layer  # type: ignore[operator,assignment]
+    index: int = module.layer_idx  # type: ignore[assignment]
     attend = _attend_plain if softcap is None and s_aux is None else _attend_special
     pieces, start = [], 0
     for row in slot.rows:
@@ -189,6 +189,7 @@ def packed_attention(
             q, k, v = query, key, value
         else:
             q, k, v = query[:, :, start:stop], key[:, :, start:stop], value[:, :, start:stop]
+        layer = index - cache.span.start
         keys, values = cache.keys[layer], cache.values[layer]
         keys[:, :, row.position : end] = k
         values[:, :, row.position : end] = v
@@ -497,7 +498,7 @@ class SpanModel:
         view, slot = self._view(step.span), self._slot
         is_last = step.span.stop == self.layers_total
         try:
-            slot.rows, slot.first_layer = step.rows, step.rows[0].cache.span.start
+            slot.rows = step.rows
             inputs: dict[str, Any] = {"position_ids": self._positions(step.rows), "use_cache": False}
             if step.span.start == 0:
                 assert step.ids is not None
@@ -550,7 +551,8 @@ class SpanModel:
         """What surrounds the layers; parts that this claim doesn't have become no-ops."""
         absent = set(() if self.span.start == 0 else self.outline.before)
         absent |= set(() if self.span.stop == self.layers_total else self.outline.after)
-        shell, _ = _copy_along(full, self.outline.layers_path)
+        shell, copies = _copy_along(full, self.outline.layers_path)
+        copies[-1]._modules[self.outline.layers_path.rpartition(".")[2]] = nn.ModuleList()
         for path in {name.rpartition(".")[0] for name in absent}:
             parent = shell.get_submodule(path.rpartition(".")[0])
             parent._modules[path.rpartition(".")[2]] = _stand_in(full.get_submodule(path))
@@ -622,3 +624,20 @@ def _cut_config(config: PretrainedConfig, span: Span) -> PretrainedConfig:
             object.__setattr__(cut, name, value[span.start : span.stop])
     object.__setattr__(cut, cut.attribute_map.get("num_hidden_layers", "num_hidden_layers"), len(span))
     return cut
+
+
+# ---------------------------------------------------------------- tensors on the wire
+
+
+def to_raw(tensor: Tensor) -> RawTensor:
+    """A CPU tensor as it travels. Copies, so that a packed step's other rows aren't kept alive."""
+    data = tensor.contiguous().view(torch.uint8).numpy().tobytes()
+    return RawTensor(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), data)
+
+
+def from_raw(raw: RawTensor) -> Tensor:
+    """The reverse. Shares memory with `raw` where that is writable, else copies."""
+    data, dtype = memoryview(raw.data), getattr(torch, raw.dtype)
+    if not data.nbytes:
+        return torch.empty(raw.shape, dtype=dtype)
+    return torch.frombuffer(bytearray(data) if data.readonly else data, dtype=dtype).reshape(raw.shape)

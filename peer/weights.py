@@ -15,42 +15,19 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from math import prod
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
+from peer.checkpoint import Checkpoint
 from peer.model import Outline, SpanModel, build_full, outline
 from routing.spans import Span
 from swarm.errors import BrokenModel, UnsupportedModel
 
 Progress = Callable[[int, int], None]  # bytes so far, bytes in all (as they will lie in memory)
-
-
-class TensorSpec(Protocol):
-    """One tensor as a file's header states it. dtype: safetensors' name (`F32`, `BF16`, ...)."""
-
-    @property
-    def dtype(self) -> str: ...
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-    @property
-    def nbytes(self) -> int: ...
-    @property
-    def file(self) -> str: ...
-
-
-class Checkpoint(Protocol):
-    """A model on disk, of which at least the span's files are present."""
-
-    @property
-    def config(self) -> PretrainedConfig: ...
-    @property
-    def tensors(self) -> Mapping[str, TensorSpec]: ...
-    def path(self, file: str) -> Path: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +48,44 @@ def span_tensors(checkpoint: Checkpoint, span: Span) -> list[str]:
     return [part.name for name in plan.names(span) for part in _parts(plan, sources, name)]
 
 
+@dataclass(frozen=True, slots=True)
+class SpanPrices:
+    """Bytes of a model's parts once loaded, from the files' headers. Called with a span: its bytes.
+
+    shared: bytes of tied tensors, which a span with both ends holds once.
+    """
+
+    layers: tuple[int, ...]
+    before: int
+    after: int
+    shared: int
+
+    def __call__(self, span: Span) -> int:
+        has_first, has_last = span.start == 0, span.stop == len(self.layers)
+        ends = has_first * self.before + has_last * self.after - (has_first and has_last) * self.shared
+        return sum(self.layers[span.start : span.stop]) + ends
+
+
+def span_prices(checkpoint: Checkpoint, dtype: torch.dtype) -> SpanPrices:
+    """What every span of the model costs as `dtype`. Raises BrokenModel if a tensor is missing."""
+    plan, sources = outline(checkpoint.config), _sources(checkpoint)
+
+    def price(name: str) -> int:
+        parts = _parts(plan, sources, name)
+        return sum(prod(checkpoint.tensors[part.name].shape) for part in parts) * dtype.itemsize
+
+    shared = sum(price(name) for name in plan.after if plan.ties.get(name) in plan.before)
+    return SpanPrices(
+        tuple(sum(map(price, names)) for names in plan.layers),
+        sum(map(price, plan.before)),
+        sum(map(price, plan.after)),
+        shared,
+    )
+
+
 def span_bytes(checkpoint: Checkpoint, span: Span, dtype: torch.dtype) -> int:
     """Bytes of the span's weights once loaded as `dtype`, embedding and head included where they belong."""
-    tensors = checkpoint.tensors
-    return sum(prod(tensors[name].shape) for name in span_tensors(checkpoint, span)) * dtype.itemsize
+    return span_prices(checkpoint, dtype)(span)
 
 
 def span_files(checkpoint: Checkpoint, span: Span) -> list[str]:
@@ -194,12 +205,12 @@ def _dtype_of(model: PreTrainedModel, name: str, dtype: torch.dtype) -> torch.dt
 
 def _put(model: PreTrainedModel, plan: Outline, name: str, tensor: Tensor) -> None:
     """Give the tensor to its module, and to those that share it."""
-    first = plan.ties.get(name, name)
+    first, parameter = plan.ties.get(name, name), nn.Parameter(tensor, requires_grad=False)
     for alias in {name, first, *(n for n, tied in plan.ties.items() if tied == first)}:
         owner, _, attribute = alias.rpartition(".")
         module = model.get_submodule(owner)
         if attribute in module._parameters:
-            module._parameters[attribute] = nn.Parameter(tensor, requires_grad=False)
+            module._parameters[attribute] = parameter
         else:
             module._buffers[attribute] = tensor
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import struct
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from peer.checkpoint import TensorSpec
 
 LAYERS = 6
 COMMON: dict[str, Any] = {
@@ -56,7 +56,10 @@ def tiny_config(family: str) -> PretrainedConfig:
 def tiny_model(family: str, seed: int = 7) -> PreTrainedModel:
     """The uncut model. Weights are larger than transformers' own initial ones, so that errors show."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(tiny_config(family), dtype=torch.float32)
+    # eager: the one implementation that honours soft-capping and sinks in every release
+    model = AutoModelForCausalLM.from_config(
+        tiny_config(family), dtype=torch.float32, attn_implementation="eager"
+    )
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
@@ -66,15 +69,7 @@ def tiny_model(family: str, seed: int = 7) -> PreTrainedModel:
     return model.eval()
 
 
-@dataclass(frozen=True)
-class Spec:
-    dtype: str
-    shape: tuple[int, ...]
-    nbytes: int
-    file: str
-
-
-def read_headers(folder: Path) -> dict[str, Spec]:
+def read_headers(folder: Path) -> dict[str, TensorSpec]:
     """The tensors of all safetensors files in a folder."""
     specs = {}
     for path in sorted(folder.glob("*.safetensors")):
@@ -83,7 +78,7 @@ def read_headers(folder: Path) -> dict[str, Spec]:
         for name, entry in header.items():
             if name != "__metadata__":
                 start, stop = entry["data_offsets"]
-                specs[name] = Spec(entry["dtype"], tuple(entry["shape"]), stop - start, path.name)
+                specs[name] = TensorSpec(entry["dtype"], tuple(entry["shape"]), stop - start, path.name)
     return specs
 
 

@@ -1,0 +1,320 @@
+"""The engine's thread, on tiny random models: who is told what, and that the text is right."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import math
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from peer.batch import BatchConfig
+from peer.cache import KvPool
+from peer.engine import Engine, EngineConfig, Job, JobResult, measure_speed, measure_workspace, pack
+from peer.hop import SampleAt
+from peer.model import PackedStep, SpanModel, StepOutput
+from peer.weights import load_span
+from routing.spans import Span
+from swarm.errors import CacheFull, EngineStopped, OutOfStep, StepFailed
+from swarm.messages import Sampling
+from tests.tiny import LAYERS, MemoryCheckpoint, tiny_model
+
+torch.set_num_threads(1)
+WHOLE = Span(0, LAYERS)
+GREEDY = Sampling()
+
+
+@pytest.fixture(scope="module")
+def uncut() -> PreTrainedModel:
+    return tiny_model("llama")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(uncut: PreTrainedModel) -> MemoryCheckpoint:
+    made = MemoryCheckpoint(uncut)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def model(checkpoint: MemoryCheckpoint) -> SpanModel:
+    return load_span(checkpoint, WHOLE, torch.float32)
+
+
+@pytest.fixture
+async def engine(model: SpanModel) -> AsyncIterator[Engine]:
+    made = Engine(model, EngineConfig(threads=1))
+    made.start()
+    yield made
+    await made.stop()
+
+
+async def generate(engine: Engine, prompt: list[int], count: int, sampling: Sampling = GREEDY) -> list[int]:
+    """A session on an engine with the whole model."""
+    assert engine.model is not None
+    cache = engine.model.new_cache(len(prompt) + count)
+    ids, new = list(prompt), list(prompt)
+    for _ in range(count):
+        ask = SampleAt(len(ids), sampling, tuple(ids))
+        result = await engine.submit(Job(cache, WHOLE, len(ids) - len(new), ids=new, sample=ask))
+        assert result.token is not None and result.output is None
+        ids.append(result.token)
+        new = [result.token]
+    return ids[len(prompt) :]
+
+
+def reference(model: PreTrainedModel, prompt: list[int], count: int) -> list[int]:
+    out = model.generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+        max_new_tokens=count,
+        min_new_tokens=count,
+        do_sample=False,
+    )
+    return out[0, len(prompt) :].tolist()
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    return [3 + (seed * 31 + 7 * i + i * i) % 90 for i in range(length)]
+
+
+async def test_many_sessions_at_once_get_the_text_that_each_gets_alone(
+    engine: Engine, uncut: PreTrainedModel
+) -> None:
+    lengths = (1, 30, 7, 12)
+    texts = await asyncio.gather(*(generate(engine, prompt(s, n), 10) for s, n in enumerate(lengths)))
+    for seed, (length, text) in enumerate(zip(lengths, texts, strict=True)):
+        logits_end = reference(uncut, prompt(seed, length), 10)
+        assert text == logits_end
+    assert engine.stats.turns < 40 and engine.stats.tokens == sum(lengths) + 4 * 9
+
+
+async def test_the_same_seed_gives_the_same_text_beside_other_sessions(engine: Engine) -> None:
+    sampling = Sampling(temperature=0.8, seed=5)
+    alone = await generate(engine, prompt(1, 9), 12, sampling)
+    beside, *_ = await asyncio.gather(
+        generate(engine, prompt(1, 9), 12, sampling), generate(engine, prompt(2, 20), 12, sampling)
+    )
+    assert beside == alone
+    assert alone != await generate(engine, prompt(1, 9), 12, Sampling(temperature=0.8, seed=6))
+
+
+async def test_hidden_states_go_on_to_the_next_span(
+    engine: Engine, checkpoint: MemoryCheckpoint, uncut: PreTrainedModel
+) -> None:
+    first, second = Span(0, 2), Span(2, LAYERS)
+    ids = prompt(3, 8)
+    assert engine.model is not None
+    caches = [engine.model.new_cache(8, span) for span in (first, second)]
+    hop = await engine.submit(Job(caches[0], first, 0, ids=ids))
+    assert hop.token is None and hop.output is not None and hop.output.shape == (8, 32)
+    ask = SampleAt(8, GREEDY, tuple(ids))
+    end = await engine.submit(Job(caches[1], second, 0, hidden=hop.output, sample=ask))
+    assert end.token == reference(uncut, ids, 1)[0]
+    assert end.computed_s > 0 and end.waited_s >= 0 and end.packed == 1
+
+
+async def test_a_step_cuts_the_kv_to_where_it_starts(engine: Engine, uncut: PreTrainedModel) -> None:
+    assert engine.model is not None
+    cache = engine.model.new_cache(20)
+    ids = prompt(4, 12)
+    await engine.submit(Job(cache, WHOLE, 0, ids=ids))
+    other = [*ids[:5], 77]
+    result = await engine.submit(Job(cache, WHOLE, 5, ids=[77], sample=SampleAt(6, GREEDY, ())))
+    assert cache.length == 6
+    assert result.token == reference(uncut, other, 1)[0]
+
+
+def wrong_jobs(model: SpanModel) -> list[tuple[Job, type[Exception], str]]:
+    part = Span(2, 4)
+    hole, full, closed = model.new_cache(8), model.new_cache(3), model.new_cache(8)
+    closed.freed = True
+    return [
+        (Job(hole, WHOLE, 2, ids=[5]), OutOfStep, "hole"),
+        (Job(full, WHOLE, 0, ids=[5] * 4), CacheFull, "4 KV positions"),
+        (Job(closed, WHOLE, 0, ids=[5]), StepFailed, "closed"),
+        (Job(model.new_cache(8), WHOLE, 0, ids=[5, 97]), StepFailed, "from 0 to 96"),
+        (Job(model.new_cache(8), WHOLE, 0, ids=[]), StepFailed, "no tokens"),
+        (Job(model.new_cache(8), WHOLE, 0, hidden=torch.zeros(1, 32)), StepFailed, "token ids"),
+        (Job(model.new_cache(8, part), part, 0, hidden=torch.zeros(1, 31)), StepFailed, r"\[1, 32\]"),
+        (Job(model.new_cache(8, part), Span(1, 4), 0, hidden=torch.zeros(1, 32)), StepFailed, "KV 2-3"),
+    ]
+
+
+@pytest.mark.parametrize("case", range(8))
+async def test_a_wrong_step_fails_alone(case: int, engine: Engine, uncut: PreTrainedModel) -> None:
+    assert engine.model is not None
+    job, error, text = wrong_jobs(engine.model)[case]
+    good = asyncio.ensure_future(generate(engine, prompt(1, 6), 4))
+    with pytest.raises(error, match=text):
+        await engine.submit(job)
+    assert await good == reference(uncut, prompt(1, 6), 4)
+    assert engine.stats.failed == 1 and job.cache.length == 0
+
+
+async def test_nan_stops_its_session_and_names_the_layers(engine: Engine) -> None:
+    span = Span(1, 3)
+    assert engine.model is not None
+    caches = [engine.model.new_cache(4, span) for _ in range(2)]
+    rows = [torch.randn(2, 32), torch.full((2, 32), math.nan)]
+    good, bad = await asyncio.gather(
+        *(engine.submit(Job(c, span, 0, hidden=r)) for c, r in zip(caches, rows, strict=True)),
+        return_exceptions=True,
+    )
+    assert isinstance(good, JobResult) and good.output is not None and good.output.isfinite().all()
+    assert isinstance(bad, StepFailed) and "layers 1-2" in str(bad) and "NaN" in str(bad)
+    assert caches[1].length == 0
+
+
+class Faulty(SpanModel):
+    """A model that fails as told. Wraps a real one."""
+
+    def __init__(self, real: SpanModel) -> None:
+        self.__dict__.update(real.__dict__)
+        self.fault: Exception | None = None
+        self.poison = 13  # a token id that makes torch fail
+        self.calls: list[int] = []
+
+    def forward(self, step: PackedStep) -> StepOutput:
+        self.calls.append(len(step.rows))
+        if self.fault is not None:
+            raise self.fault
+        if step.ids is not None and self.poison in step.ids.tolist():
+            raise RuntimeError("out of memory, as it were\nwith a second line")
+        return super().forward(step)
+
+
+async def both_at_once(engine: Engine, first: Job, second: Job) -> list[JobResult | BaseException]:
+    """Two jobs in one turn: the thread starts when both wait."""
+    futures = [engine.submit(first), engine.submit(second)]
+    engine.start()
+    return await asyncio.gather(*futures, return_exceptions=True)
+
+
+async def test_when_torch_fails_each_step_runs_once_more_alone(model: SpanModel) -> None:
+    faulty = Faulty(model)
+    engine = Engine(faulty)
+    good, bad = await both_at_once(
+        engine,
+        Job(model.new_cache(4), WHOLE, 0, ids=[5, 6]),
+        Job(model.new_cache(4), WHOLE, 0, ids=[5, faulty.poison]),
+    )
+    await engine.stop()
+    assert isinstance(good, JobResult) and good.packed == 1
+    assert isinstance(bad, StepFailed) and bad.reason == "out of memory, as it were"
+    assert faulty.calls == [2, 1, 1]
+
+
+async def test_our_own_bug_reaches_who_asked_and_the_log_and_the_engine_goes_on(
+    model: SpanModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    faulty = Faulty(model)
+    faulty.fault = AssertionError("a bug")
+    engine = Engine(faulty)
+    jobs = [Job(model.new_cache(4), WHOLE, 0, ids=[5]) for _ in range(2)]
+    outcomes = await both_at_once(engine, *jobs)
+    assert all(isinstance(outcome, AssertionError) for outcome in outcomes)
+    assert "a bug" in caplog.text
+    faulty.fault = None
+    assert (await engine.submit(jobs[0])).packed == 1
+    await engine.stop()
+
+
+async def test_stopping_fails_what_waits_and_draining_finishes_it(model: SpanModel) -> None:
+    for drain, kind in ((False, EngineStopped), (True, JobResult)):
+        engine = Engine(model)
+        waiting = engine.submit(Job(model.new_cache(4), WHOLE, 0, ids=[5]))
+        engine._stopping, engine._draining = True, drain
+        engine.start()
+        await engine.stop(drain)
+        (outcome,) = await asyncio.gather(waiting, return_exceptions=True)
+        assert isinstance(outcome, kind)
+        with pytest.raises(EngineStopped):
+            engine.submit(Job(model.new_cache(4), WHOLE, 0, ids=[5]))
+
+
+async def test_a_dropped_session_leaves_the_queue(model: SpanModel) -> None:
+    faulty = Faulty(model)
+    engine = Engine(faulty)
+    kept, gone = (Job(model.new_cache(4), WHOLE, 0, ids=[5]) for _ in range(2))
+    futures = [engine.submit(kept), engine.submit(gone)]
+    engine.drop(gone.cache)
+    engine.start()
+    await futures[0]
+    await engine.stop(drain=True)
+    assert futures[1].cancelled() and faulty.calls == [1]
+
+
+async def test_a_model_whose_positions_depend_on_the_batch_runs_alone(model: SpanModel) -> None:
+    faulty = Faulty(model)
+    faulty.packs = False
+    engine = Engine(faulty, EngineConfig(batch=BatchConfig(rows=8)))
+    await both_at_once(engine, *(Job(model.new_cache(4), WHOLE, 0, ids=[5]) for _ in range(2)))
+    await engine.stop()
+    assert faulty.calls == [1, 1]
+
+
+async def test_functions_run_in_the_engines_thread_and_their_errors_come_back(engine: Engine) -> None:
+    import threading
+
+    assert await engine.call(lambda: threading.current_thread().name) == "engine"
+    with pytest.raises(ZeroDivisionError):
+        await engine.call(lambda: 1 // 0)
+
+
+async def test_a_session_may_grow_between_steps(engine: Engine, uncut: PreTrainedModel) -> None:
+    assert engine.model is not None
+    pool = KvPool(WHOLE, engine.model.kv, 64, dtype=torch.float32)
+    cache, ids = pool.reserve("a", 6), prompt(6, 6)
+    await engine.submit(Job(cache, WHOLE, 0, ids=ids))
+    pool.extend("a", 20)
+    result = await engine.submit(Job(cache, WHOLE, 6, ids=[9], sample=SampleAt(7, GREEDY, ())))
+    assert result.token == reference(uncut, [*ids, 9], 1)[0]
+
+
+def test_speed_is_fitted_to_what_steps_take(model: SpanModel) -> None:
+    """With a clock that advances by a known law, the law comes back out."""
+    cost = {"step": 0.010, "layer": 0.002, "embed": 0.001, "head": 0.005, "token": 0.0001}
+    now = 0.0
+
+    class Timed(Faulty):
+        def forward(self, step: PackedStep) -> StepOutput:
+            nonlocal now
+            tokens, span = step.rows[0].tokens, step.span
+            now += cost["step"] + cost["layer"] * len(span)
+            now += cost["embed"] * (span.start == 0) + cost["head"] * (span.stop == LAYERS)
+            now += cost["token"] * (tokens - 1) * len(span)
+            self.poison = -1
+            return super().forward(step)
+
+    speed = measure_speed(Timed(model), clock=lambda: now)
+    assert speed.step_s == pytest.approx(0.010) and speed.layer_s == pytest.approx(0.002)
+    assert speed.embed_s == pytest.approx(0.001) and speed.head_s == pytest.approx(0.005)
+    whole_prefill = 0.010 + 0.002 * LAYERS + 0.006 + 0.0001 * 63 * LAYERS
+    assert speed.prefill_layer_s == pytest.approx(whole_prefill / 64 / LAYERS)
+
+
+@pytest.mark.parametrize("span", [Span(0, 1), Span(2, 3), Span(4, 6)])
+def test_speed_of_small_claims_is_positive_and_finite(span: Span, checkpoint: MemoryCheckpoint) -> None:
+    speed = measure_speed(load_span(checkpoint, span, torch.float32))
+    figures = dataclasses.astuple(speed)
+    assert all(math.isfinite(figure) and figure >= 0 for figure in figures)
+    assert speed.step_s + speed.layer_s > 0 and speed.prefill_layer_s > 0
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="only Linux tells the peak")
+def test_workspace_is_measured_by_a_real_step(model: SpanModel) -> None:
+    measured = measure_workspace(model, 64)
+    assert measured is None or 0 <= measured < 64 << 20
+
+
+def test_packing_joins_what_arrives_in_pieces(model: SpanModel) -> None:
+    part = Span(2, 4)
+    jobs = [Job(model.new_cache(3, part), part, 0, hidden=torch.full((n, 32), float(n))) for n in (1, 2)]
+    step = pack(jobs)
+    assert step.hidden is not None and step.hidden[:, 0].tolist() == [1.0, 2.0, 2.0]
+    assert [row.tokens for row in step.rows] == [1, 2] and step.ids is None

@@ -1,0 +1,106 @@
+"""Sampling against transformers' own processors, and against the softmax itself."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from peer.sampling import filter_logits, gumbel_noise, sample
+from swarm.messages import Sampling
+
+torch.set_num_threads(1)
+CASES = [
+    Sampling(temperature=0.7),
+    Sampling(temperature=1.0, top_k=5),
+    Sampling(temperature=1.3, top_p=0.8),
+    Sampling(temperature=0.5, top_k=40, top_p=0.9),
+    Sampling(temperature=2.0, top_p=0.0),
+    Sampling(temperature=1.0, top_k=10_000, top_p=0.999),
+]
+
+
+def processors(sampling: Sampling) -> LogitsProcessorList:
+    """As generate() would put them together."""
+    made = LogitsProcessorList([TemperatureLogitsWarper(sampling.temperature)])
+    if sampling.top_k:
+        made.append(TopKLogitsWarper(sampling.top_k))
+    if sampling.top_p < 1.0:
+        made.append(TopPLogitsWarper(sampling.top_p))
+    return made
+
+
+@pytest.mark.parametrize("sampling", CASES)
+@pytest.mark.parametrize("seed", range(5))
+def test_filters_equal_those_of_transformers(sampling: Sampling, seed: int) -> None:
+    logits = np.random.default_rng(seed).normal(0.0, 3.0, 300)
+    ours = filter_logits(logits, sampling)
+    theirs = processors(sampling)(torch.zeros(1, 0, dtype=torch.long), torch.from_numpy(logits)[None])[
+        0
+    ].numpy()
+    assert np.array_equal(np.isfinite(ours), np.isfinite(theirs))
+    kept = np.isfinite(ours)
+    assert np.allclose(ours[kept], theirs[kept])
+
+
+def test_greedy_takes_the_lowest_id_of_equal_ones() -> None:
+    assert sample(np.array([0.0, 2.0, 1.0, 2.0], dtype=np.float32), Sampling(), position=3) == 1
+
+
+def test_top_k_of_one_is_greedy_whatever_the_seed() -> None:
+    logits = np.random.default_rng(1).normal(size=100).astype(np.float32)
+    picks = {sample(logits, Sampling(temperature=1.5, top_k=1, seed=s), 7) for s in range(20)}
+    assert picks == {int(logits.argmax())}
+
+
+def test_seed_and_position_alone_decide() -> None:
+    logits = np.random.default_rng(2).normal(size=1000).astype(np.float32)
+    sampling = Sampling(temperature=1.0, seed=11)
+    assert sample(logits, sampling, 5) == sample(logits.copy(), sampling, 5, ids=[1, 2, 3])
+    assert len({sample(logits, sampling, p) for p in range(50)}) > 20
+    assert len({sample(logits, Sampling(temperature=1.0, seed=s), 5) for s in range(50)}) > 20
+
+
+def test_the_noise_is_the_same_in_every_release() -> None:
+    # From Philox4x64-10's definition (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"),
+    # computed here in plain integers: key (seed, position), counter 1 for the first four words.
+    def philox(counter: list[int], key: list[int]) -> list[int]:
+        mask = (1 << 64) - 1
+        for i in range(10):
+            if i:
+                key = [(key[0] + 0x9E3779B97F4A7C15) & mask, (key[1] + 0xBB67AE8584CAA73B) & mask]
+            high0, low0 = divmod(0xD2E7470EE14C6C93 * counter[0], 1 << 64)
+            high1, low1 = divmod(0xCA5A826395121157 * counter[2], 1 << 64)
+            counter = [high1 ^ counter[1] ^ key[0], low1, high0 ^ counter[3] ^ key[1], low0]
+        return counter
+
+    words = philox([1, 0, 0, 0], [42, 7]) + philox([2, 0, 0, 0], [42, 7])
+    expected = [-math.log(-math.log((word >> 11) * 2.0**-53 + 2.0**-54)) for word in words]
+    assert np.allclose(gumbel_noise(42, 7, 8), expected, rtol=1e-12)
+
+
+def test_the_largest_seed_and_position_work() -> None:
+    assert np.isfinite(gumbel_noise((1 << 63) - 1, 1 << 24, 10)).all()
+
+
+@pytest.mark.parametrize(
+    "sampling", [Sampling(temperature=0.8, seed=3), Sampling(temperature=1.0, top_k=6, seed=4)]
+)
+def test_gumbel_max_samples_the_softmax(sampling: Sampling) -> None:
+    logits = np.random.default_rng(5).normal(0.0, 1.0, 12)
+    filtered = filter_logits(logits, sampling)
+    probabilities = np.exp(filtered - filtered.max())
+    probabilities /= probabilities.sum()
+    draws = 20_000
+    counts = np.bincount([sample(logits, sampling, p) for p in range(draws)], minlength=12)
+    assert not counts[probabilities == 0].any()
+    kept = probabilities > 0
+    expected = draws * probabilities[kept]
+    chi_square = float(((counts[kept] - expected) ** 2 / expected).sum())
+    freedom = int(kept.sum()) - 1
+    # The 99.9th percentile of chi-square, by Wilson and Hilferty (1931).
+    limit = freedom * (1 - 2 / (9 * freedom) + 3.09 * math.sqrt(2 / (9 * freedom))) ** 3
+    assert chi_square < limit
