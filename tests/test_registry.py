@@ -709,7 +709,8 @@ class Churn(RuleBasedStateMachine):
         for name in self.NAMES:
             self._start(name)
         self.world.add("c", client=True)
-        self.world["c"].remember("p0", given=True)
+        for name in self.NAMES:
+            self.world["c"].remember(name, given=True)
         self.world.connect("c", "p0")
 
     def _start(self, name: str) -> None:
