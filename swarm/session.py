@@ -74,6 +74,7 @@ from swarm.tensors import ids_tensor, read_ids
 WORKING_STRETCH = 5  # a hop that says it still computes extends a deadline at most so many times
 SAMPLES_FOR_P99 = 20  # before that the plan's estimate counts (protocol.md)
 SAMPLES_KEPT = 100  # a p99 needs about as many; older ones describe another load
+MOST_SLACK = 8.0         # if the only peer for a span is merely slow, a later try of a repair waits longer
 ASK_AGAIN_S = 1.0  # a verdict needs two equal answers this far apart
 REFUSALS_IN_A_REPAIR = 3  # then everything is closed, or two clients wait for each other's room for ever
 QUICK_ATTEMPTS = 3  # epochs in one repair that start at once; the later ones wait
@@ -291,6 +292,7 @@ class _Repair:
     lost: list[PeerId] = field(default_factory=list)
     attempts: int = 0
     refusals: int = 0
+    slack: float = 1.0  # grows when slowness was mistaken for death
     no_route_since: float | None = None
     last_error: SwarmError | None = None
 
@@ -699,6 +701,8 @@ class Session:
 
     def _arm(self, expected_s: float, now: float) -> None:
         wait = max(self._config.min_deadline_s, self._config.deadline_factor * expected_s)
+        if self._repair is not None:
+            wait *= self._repair.slack
         self._overdue_at = now + wait
         self._stretch_until = now + wait * WORKING_STRETCH
 
@@ -808,6 +812,8 @@ class Session:
         stuck = [key for key, w in zip(keys, where, strict=True) if w.in_engine]
         if stuck and self.phase is not Phase.OPENING:
             self._blame(stuck[0].peer, "its engine is stuck", now)
+            assert self._repair is not None
+            self._repair.slack = min(MOST_SLACK, 2 * self._repair.slack)
             self._trouble(PeerFailed(stuck[0].peer, "its engine is stuck"), now)
             return
         for index, w in enumerate(where):
@@ -938,6 +944,8 @@ class Session:
         repair = self._repair
         if repair is None:
             repair = self._repair = self._new_repair(str(error), now)
+        if self.phase in (Phase.RESUMING, Phase.RUNNING) and len(self._ids) >= self._granted:
+            repair.attempts, repair.patient_since = 0, now  # it had succeeded, but nobody reads
         repair.attempts += 1
         repair.last_error = error
         repair.no_route_since = None
