@@ -211,7 +211,7 @@ def message(kind: str) -> Callable[[type[M]], type[M]]:
 
 
 def encode(msg: Message) -> tuple[dict[str, Wire], dict[str, RawTensor]]:
-    """The map and the named tensors of a message, ready for `wire.pack`."""
+    """The map and the named tensors of a message, ready for `packing.pack`."""
     if isinstance(msg, NamedTensors):
         tensors = msg.tensors
     else:

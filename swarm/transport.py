@@ -596,6 +596,8 @@ class Transport:
         """
         if address.peer is not None and not fresh and address.peer in self._preferred:
             return self._preferred[address.peer]
+        if self._closing:
+            raise Unreachable(str(address), "not dialled", "this side is shutting down")
         link = self._new_link(dialled=True, address=address)
         try:
             async with asyncio.timeout(timeout_s):
