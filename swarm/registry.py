@@ -416,7 +416,7 @@ class Registry:
     def _keep_address(self, peer: PeerId) -> None:
         """Of somebody who vanished: a cut network heals by being tried."""
         addresses = self.table.addresses(peer)
-        if addresses and peer in self.table.lapsed():
+        if addresses and self.table.went_missing(peer):
             self._circle.remember(f"{peer}@{addresses[0]}", peer)
 
     def _reconcile(self, now: float) -> None:

@@ -174,6 +174,11 @@ class Table:
         """Peers whose lease ended without a leave, while the tombstone lasts."""
         return tuple(peer for peer, gone in self._gone.items() if not gone.left)
 
+    def went_missing(self, peer: PeerId) -> bool:
+        """Whether its lease ended without a leave, and it hasn't come back."""
+        gone = self._gone.get(peer)
+        return gone is not None and not gone.left
+
     def known(self, now: float, fingerprint: bytes | None = None) -> int:
         """Peers alive, and those that went missing lately."""
         missing = (

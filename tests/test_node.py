@@ -105,6 +105,7 @@ async def agree(nodes: Iterable[Node], expected: set[str]) -> None:
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Heartbeats and leases a tenth as long, so that a death is noticed while a test waits."""
     monkeypatch.setattr("swarm.owner._INTERVALS", ((200, 0.5), (1_000, 20.0), (10_000, 60.0)))
+    monkeypatch.setattr("swarm.neighbour.BATCH_S", 0.1)
 
 
 # ---------------------------------------------------------------- joining
