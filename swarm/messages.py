@@ -17,7 +17,6 @@ Which message opens which stream:
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -153,15 +152,19 @@ def of(codec: Codec, **default: Any) -> Any:
 M = TypeVar("M")
 
 
-@functools.cache
+_known_fields: dict[type[Any], tuple[tuple[str, Codec, bool], ...]] = {}  # one entry a class of ours
+
+
 def _fields(cls: type[Any]) -> tuple[tuple[str, Codec, bool], ...]:
-    """(name, codec, required) of all fields that travel; looked up for every message of a step."""
-    missing = dataclasses.MISSING
-    return tuple(
-        (f.name, f.metadata["codec"], f.default is missing and f.default_factory is missing)
-        for f in dataclasses.fields(cls)
-        if "codec" in f.metadata
-    )
+    """(name, codec, required) of all fields that travel; remembered, for every step asks."""
+    if cls not in _known_fields:
+        missing = dataclasses.MISSING
+        _known_fields[cls] = tuple(
+            (f.name, f.metadata["codec"], f.default is missing and f.default_factory is missing)
+            for f in dataclasses.fields(cls)
+            if "codec" in f.metadata
+        )
+    return _known_fields[cls]
 
 
 def to_map(message: Any) -> dict[str, Wire]:
@@ -465,6 +468,20 @@ class TokensLink(_Link):
     """`Tokens` follow, from the last hop to the first. start: 0."""
 
 
+@dataclass(frozen=True, slots=True)
+class Spent:
+    """Where a round's time went so far: seconds in the engines of the hops, and waiting for them."""
+
+    compute_s: float = of(seconds, default=0.0)
+    queue_s: float = of(seconds, default=0.0)
+
+    def plus(self, other: Spent) -> Spent:
+        return Spent(self.compute_s + other.compute_s, self.queue_s + other.queue_s)
+
+
+NOTHING_SPENT = Spent()
+
+
 @message("step")
 class Step(NamedTensors):
     """One pass of new positions. tensors: `hidden` [n, width]. round None: replay of what the
@@ -474,6 +491,7 @@ class Step(NamedTensors):
     round: int | None = of(optional(integer(0, MAX_EPOCH)), default=None)
     position: int = of(position, default=0)
     sample: bool = of(flag, default=False)
+    spent: Spent = of(nested(Spent), default=NOTHING_SPENT)
 
 
 @message("tokens")
@@ -485,6 +503,7 @@ class Tokens(Message):
     first_position: int = of(position)
     finish: str | None = of(optional(one_of("stop", "length")), default=None)
     ids: RawTensor | None = None
+    spent: Spent = of(nested(Spent), default=NOTHING_SPENT)
 
     def check(self) -> None:
         if self.ids is None or self.ids.dtype != "int32" or len(self.ids.shape) != 1:

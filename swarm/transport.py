@@ -534,6 +534,7 @@ class Transport:
         self._pending: dict[Link, None] = {}  # incoming, in handshake, oldest first
         self._sockets: set[Link] = set()  # every link whose socket isn't gone
         self._handlers: dict[type[Message], Handler] = {}
+        self._first_limits: dict[type[Message], int] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         self._dialling: dict[PeerId, asyncio.Task[Link]] = {}
         self._servers: list[asyncio.Server] = []
@@ -544,13 +545,17 @@ class Transport:
         """By peer, the connection that new streams use."""
         return self._preferred
 
-    def handle(self, first: type[Message], handler: Handler) -> None:
+    def handle(self, first: type[Message], handler: Handler, *, max_message_bytes: int | None = None) -> None:
         """Incoming streams that begin with a `first` go to `handler`, in a task of their own.
 
         When it returns, the stream is ended. It may raise a RemoteError, which resets the stream.
+        max_message_bytes: of all messages behind the first; setting it in the handler may be too late
+        for a message that follows at once.
         """
         assert first not in self._handlers, first
         self._handlers[first] = handler
+        if max_message_bytes is not None:
+            self._first_limits[first] = max_message_bytes
 
     # ---- listening
 
@@ -765,6 +770,7 @@ class Transport:
             check=self._checker(address),
             static=self._static,
             limits=self._limits,
+            first_limits=self._first_limits,
             now=monotonic(),
         )
         link = Link(self, dialled, connection)

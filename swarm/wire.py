@@ -95,6 +95,7 @@ class Limits:
 
 
 DEFAULT_LIMITS = Limits()
+NO_FIRST_LIMITS: Mapping[type[Message], int] = {}
 
 
 # ---------------------------------------------------------------- events
@@ -233,6 +234,7 @@ class _Stream:
         self.number = number
         self.max_message_bytes = limits.max_message_bytes
         self.admit: Admit | None = None
+        self.fresh = False  # opened by the other side, and its first message isn't here yet
         windows = (limits.control_window_bytes, limits.window_bytes)
         self.credits = (_Credit(windows[0]), _Credit(windows[1]))
         self.windows = list(windows)  # what we may still send
@@ -299,6 +301,8 @@ class _Stream:
 class Connection:
     """The core of one link. Drive it: `receive_data`, `events`, `data_to_send`, `tick` at `deadline`.
 
+    first_limits: `max_message_bytes` of an incoming stream by its first message. The second may be here
+    before anybody has looked at the first, so `configure` alone would come too late.
     After any call there may be new events and new data to send. `now` is seconds on the caller's clock.
     Nothing here raises for what the network did: that arrives as `Closed` or `StreamReset`.
     """
@@ -313,10 +317,12 @@ class Connection:
         check: Callable[[PeerId], None] | None = None,
         static: X25519PrivateKey | None = None,
         limits: Limits = DEFAULT_LIMITS,
+        first_limits: Mapping[type[Message], int] = NO_FIRST_LIMITS,
         now: float = 0.0,
         rng: Callable[[int], bytes] = os.urandom,
     ) -> None:
         self.limits = limits
+        self._first_limits = first_limits
         self.peer: PeerId | None = None
         self._handshake: Handshake | None = Handshake(
             role, identity, network, expected=expected, check=check, static=static, rng=rng
@@ -611,6 +617,7 @@ class Connection:
             self._push(RESET, number, _reason(f"{len(self._streams)} streams are open already"))
             return None
         state = self._streams[number] = _Stream(number, self.limits)
+        state.fresh = True
         self._events.append(StreamOpened(number))
         return state
 
@@ -661,6 +668,9 @@ class Connection:
             self._hold(state, -cost)
             self._answer_unsupported(state, str(whole[0].get("kind"))[:80])
             return
+        if state.fresh:
+            state.fresh = False
+            state.max_message_bytes = self._first_limits.get(type(message), state.max_message_bytes)
         state.credits[window].unread += cost
         self._events.append(MessageReceived(state.number, message, cost, window == 0))
 

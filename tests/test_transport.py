@@ -157,6 +157,26 @@ async def test_a_message_of_many_records_arrives_intact(make: Make) -> None:
     assert isinstance(back, Step) and back.tensors["hidden"].data == sent.tensors["hidden"].data
 
 
+async def test_a_large_message_right_behind_the_first_is_taken_before_the_handler_has_run(make: Make) -> None:
+    server, client = await make(LOW), await make(HIGH, listen=False)
+    server.handle(Where, echo)
+    server.handle(GetFiles, echo, max_message_bytes=4 << 20)
+    link = await client.dial(at(server))
+    for first, size in ((GetFiles(bytes(32)), 3 << 20), (Where(1), 900_000)):
+        stream = link.open_stream()
+        stream.max_message_bytes = 4 << 20
+        stream.send_nowait(first)
+        stream.send_nowait(step(size), Priority.PREFILL)
+        assert await stream.receive() == first
+        assert isinstance(await stream.receive(), Step)
+    stream = link.open_stream()
+    stream.send_nowait(Where(1))
+    stream.send_nowait(step(3 << 20), Priority.PREFILL)
+    with pytest.raises(StreamClosed, match="this stream takes 1048576"):
+        while True:
+            await stream.receive()
+
+
 async def test_a_cancelled_receive_loses_nothing(make: Make) -> None:
     server, client = await make(LOW), await make(HIGH, listen=False)
     server.handle(Where, echo)
