@@ -29,7 +29,7 @@ ENDED_TOO_SOON = 3  # exit code: the answer ended before the kill
 
 # Each budget differs, and whatever the order in which these arrive, every layer ends up with two peers or more
 # (tests/test_placement.py tries all of them).
-PEERS = (("ada", "430MB"), ("bob", "400MB"), ("cleo", "370MB"), ("dan", "340MB"), ("eve", "310MB"))
+PEERS = (("ada", "600MB"), ("bob", "580MB"), ("cleo", "560MB"), ("dan", "540MB"), ("eve", "520MB"))
 
 
 async def start_swarm(swarm: LocalSwarm, client: AsyncClient, tell: Console) -> None:

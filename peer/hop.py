@@ -36,6 +36,7 @@ from routing.spans import Span
 from swarm.errors import CacheFull, CapacityError, MessageError
 from swarm.identity import PeerId
 from swarm.messages import (
+    NOTHING_SPENT,
     Close,
     Credit,
     Draining,
@@ -52,6 +53,7 @@ from swarm.messages import (
     Renew,
     Resume,
     Sampling,
+    Spent,
     Step,
     Tokens,
     Unknown,
@@ -125,6 +127,7 @@ class SendStep:
     position: int
     sample: bool
     payload: Rows
+    spent: Spent
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +181,7 @@ class _Waiting:
     sample: bool
     ids: tuple[int, ...] | None
     payload: Rows | None
+    spent: Spent = NOTHING_SPENT  # by the hops before
 
 
 class Hop:
@@ -230,6 +234,7 @@ class Hop:
         self._released = 0  # ids before this position were given to the client
         self._stop_ids: frozenset[int] = frozenset()
         self._sampling = Sampling()
+        self._spent = NOTHING_SPENT  # on the newest id
         self._finish: Literal["stop", "length"] | None = None
 
     # ------------------------------------------------------------------------ seen from outside
@@ -514,7 +519,7 @@ class Hop:
         if step.round is not None:
             self._next_round += 1
         self._taken = step.position + len(payload)
-        self._waiting.append(_Waiting(step.round, step.position, len(payload), step.sample, None, payload))
+        self._waiting.append(_Waiting(step.round, step.position, len(payload), step.sample, None, payload, step.spent))
         self._next_job(now)
 
     def _takes(self, step: Step, count: int) -> bool:
@@ -588,18 +593,27 @@ class Hop:
         at = step.position + step.count
         return SampleAt(at, self._sampling, tuple(self._ids[:at]))
 
-    def computed(self, job: Compute, output: Rows | None, token: int | None, now: float) -> None:
-        """output: [n, width], None on the last hop. token: the id drawn, if one was asked for."""
+    def computed(
+        self,
+        job: Compute,
+        output: Rows | None,
+        token: int | None,
+        now: float,
+        spent: Spent = NOTHING_SPENT,
+    ) -> None:
+        """output: [n, width], None on the last hop. token: the id drawn, if one was asked for.
+        spent: on this step here."""
         step = self._answered_job(job)
         if step is not None:
+            spent = step.spent.plus(spent)
             self._journal.append(step.count, None if self._is_last else output)
             if self._is_last:
-                self._drawn(job, token)
+                self._drawn(job, token, spent)
             elif step.round is None:
                 self._send_owed()
             else:
                 assert output is not None
-                self._send(step.round, step.position, step.sample, output)
+                self._send(step.round, step.position, step.sample, output, spent)
         self._next_job(now)
 
     def failed(self, job: Compute, reason: str, now: float) -> None:
@@ -633,22 +647,25 @@ class Hop:
                 self._send(None, position, False, rows)
                 position += len(rows)
 
-    def _send(self, number: int | None, position: int, sample: bool, rows: Rows) -> None:
+    def _send(
+        self, number: int | None, position: int, sample: bool, rows: Rows, spent: Spent = NOTHING_SPENT
+    ) -> None:
         to = self._target
         assert to is not None and not self._is_last
         if self._link_down:
             return
         self._sent = position + len(rows)
-        self._effects.append(SendStep(self._epoch, to, number, position, sample, rows))
+        self._effects.append(SendStep(self._epoch, to, number, position, sample, rows, spent))
 
     # ------------------------------------------------------------------------ the last hop
 
-    def _drawn(self, job: Compute, token: int | None) -> None:
+    def _drawn(self, job: Compute, token: int | None, spent: Spent) -> None:
         if job.sample is None:
             return
         assert token is not None, "the engine drew nothing though it was asked to"
         del self._ids[job.sample.position :]
         self._ids.append(token)
+        self._spent = spent
         if token in self._stop_ids:
             self._finish = "stop"
         elif len(self._ids) >= self._limit:
@@ -672,7 +689,8 @@ class Hop:
     def _give_tokens(self, start: int) -> None:
         ids = self._ids[start : self._released]
         finish = self._finish if self._released == len(self._ids) else None
-        self._tell(Tokens(self._epoch, start, finish, ids_tensor(ids)))
+        spent, self._spent = self._spent, NOTHING_SPENT
+        self._tell(Tokens(self._epoch, start, finish, ids_tensor(ids), spent))
 
     # ------------------------------------------------------------------------ time
 

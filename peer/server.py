@@ -33,7 +33,7 @@ from peer.hop import (
 )
 from peer.model import from_raw, to_raw
 from routing.spans import Span
-from swarm.errors import LinkFailed, MessageError, SwarmError
+from swarm.errors import LinkFailed, MessageError, SendQueueFull, StreamClosed, SwarmError
 from swarm.identity import PeerId
 from swarm.messages import (
     HopRef,
@@ -41,6 +41,7 @@ from swarm.messages import (
     Open,
     Prepare,
     RefusedMessage,
+    Spent,
     Step,
     StepsLink,
     Tokens,
@@ -48,6 +49,7 @@ from swarm.messages import (
     Unknown,
 )
 from swarm.node import Node
+from swarm.race import race
 from swarm.records import Descriptor, open_record
 from swarm.tensors import ids_tensor, read_ids
 from swarm.transport import Link, Stream, Transport
@@ -319,11 +321,11 @@ class HopRun:
                 step = Step(
                     {"hidden": to_raw(effect.payload)},
                     effect.epoch, effect.round, effect.position, effect.sample,
-                    effect.compute_s, effect.queue_s,
+                    effect.spent,
                 )  # fmt: skip
                 self._send(step, Priority.DECODE if len(effect.payload) == 1 else Priority.PREFILL)
             case SendTokens(epoch, _, first, ids):
-                self._send(Tokens(epoch, first, None, ids=ids_tensor(ids)), Priority.DECODE)
+                self._send(Tokens(epoch, first, ids=ids_tensor(ids)), Priority.DECODE)
             case Compute():
                 self._compute(effect)
             case Free():
@@ -367,7 +369,9 @@ class HopRun:
             self._drive(self.core.failed, work, str(error) or type(error).__name__)
             return
         result = answer.result()
-        self._drive(self.core.computed, work, result.output, result.token, result.spent)
+        spent = Spent(result.computed_s, result.waited_s)
+        self.core.computed(work, result.output, result.token, self.now, spent)
+        self._transmit()
 
     def _free(self) -> None:
         """Nothing of this session is left afterwards."""
@@ -409,7 +413,7 @@ class Outbound:
             try:
                 self._stream.send_nowait(message, priority)  # the usual case: no other task has to wake
                 return
-            except BlockingIOError:
+            except SendQueueFull:
                 pass
             except SwarmError:
                 return  # `_carry` is about to say so
@@ -430,28 +434,32 @@ class Outbound:
 
     async def _carry_there(self) -> None:
         link = await self._server.reach(self._to)
-        stream = link.open_stream()
+        self._run.link_up(self._epoch)
         try:
-            await stream.send(self._greeting(), Priority.CONTROL)
-            self._run.link_up(self._epoch)
-            self._stream = stream
-            closed = asyncio.create_task(stream.receive())  # nothing ever comes back but the end
+            await race(self._wake.wait(), link.closed.wait())  # the other hop may not know the session yet
+            stream = link.open_stream()
             try:
-                while not closed.done():
-                    while self._queue:
-                        message, priority = self._queue[0]
-                        await stream.send(message, priority)
-                        self._queue.popleft()
-                    self._wake.clear()
-                    waking = asyncio.create_task(self._wake.wait())
-                    await asyncio.wait({waking, closed}, return_when=asyncio.FIRST_COMPLETED)
-                    waking.cancel()
-                closed.result()
+                await race(self._write(stream), self._read(stream))
             finally:
-                closed.cancel()
-        finally:
-            self._stream = None
-            stream.reset("epoch over")
+                self._stream = None
+                stream.reset("this epoch is over")
+        except StreamClosed as error:
+            raise LinkFailed(self._server.me, self._to.peer, error.reason) from None
+
+    async def _write(self, stream: Stream) -> None:
+        await stream.send(self._greeting(), Priority.CONTROL)
+        self._stream = stream
+        while True:
+            while self._queue:
+                await stream.send(*self._queue[0])
+                self._queue.popleft()
+            self._wake.clear()
+            await self._wake.wait()
+
+    async def _read(self, stream: Stream) -> None:
+        """Nothing ever comes back but the end. Raises StreamClosed."""
+        while True:
+            await stream.receive()
 
     def _greeting(self) -> Message:
         key = self._run.key
@@ -460,10 +468,11 @@ class Outbound:
 
     async def _carry_here(self) -> None:
         key = self._run.key
+        self._run.link_up(self._epoch)
+        await self._wake.wait()
         target = self._server.run_at(key.client, key.session, self._to.start)
         if target is None:
             raise LinkFailed(self._server.me, self._to.peer, "no such session here")
-        self._run.link_up(self._epoch)
         while True:
             while self._queue:
                 if not await target.ready_for(self._epoch):

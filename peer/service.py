@@ -147,7 +147,7 @@ class PeerService:
         self._stack.push_async_callback(self.transport.close)
         await self.transport.listen(options.host, options.port)
         self.transport.handle(GetFiles, self._on_files)
-        self.node = Node(self.transport, role="peer", state=self._state, rng=self._rng, seq=self._dir)
+        self.node = Node(self.transport, role="peer", state=self._state, peer_dir=self._dir, rng=self._rng)
         self._stack.push_async_callback(self.node.close)
         await self.node.start(options.join)
 
@@ -164,9 +164,41 @@ class PeerService:
             served_name=options.served_name,
             progress=self._progress,
         )
-        self.plan = await asyncio.to_thread(self._plan_memory)
-        for line in self.plan.lines():
-            self._say(line)
+        await asyncio.to_thread(self._size_up)
+
+    def _size_up(self) -> None:
+        """What of the model would fit here, told in a few lines. Imports torch, so it runs in a thread."""
+        from peer.capacity import (
+            describe_device, free_memory, memory_budget, numerics_class, physical_cores, pick_dtype, plan_memory, show,
+        )  # fmt: skip
+        from peer.model import check_supported
+
+        options, config = self._options, self.source.config
+        check_supported(config)
+        self.device = describe_device(options.device)
+        stored = str(getattr(config, "dtype", None) or "").removeprefix("torch.")
+        self.dtype = pick_dtype(options.dtype, self.device.device, stored)
+        self.numerics = numerics_class(self.device.device, self.dtype)
+        self.threads = options.threads or physical_cores()
+        free = free_memory(self.device.device)
+        budget = memory_budget(options.memory, self.device.device, free)
+        self.plan = plan_memory(
+            self.source,
+            device=self.device.device,
+            dtype=self.dtype,
+            budget=budget,
+            sessions=options.max_sessions,
+            context=options.context,
+            chunk=self.config.prefill_chunk,
+        )
+        self._say(f"device   {self.device.device} ({self.device.name}), {self.dtype}, {self.threads} threads")
+        if self.device.reason:
+            self._say(f"         {self.device.reason}")
+        if self.device.idle:
+            more = " and ".join(self.device.idle)
+            self._say(f"         {more} idle: start one more `swarm peer ... --device {self.device.idle[0]}` for each")
+        layer = self.plan.prices(Span(self.source.layers // 2, self.source.layers // 2 + 1))
+        self._say(f"memory   {show(free)} free, {show(budget)} to use; {show(layer)} of weights per layer")
 
     # ------------------------------------------------------------ claim
 
@@ -176,7 +208,7 @@ class PeerService:
         if wanted is not None:
             self.plan.check(wanted)
             await self._advertise(wanted)
-            self._say(f"layers {wanted} of {self.source.layers}, as asked for with --layers")
+            self._say_claim("as asked for with --layers")
             return
         if self._others():
             await asyncio.sleep(self._rng.random() * LONGEST_DELAY_S)
@@ -191,7 +223,14 @@ class PeerService:
                 break
             self._say(f"layers {span} were claimed by another peer at the same time; taking {better}")
             span = better
-        self._say(f"layers {self.span} of {self.source.layers}: {self._why()}")
+        self._say_claim(self._why())
+
+    def _say_claim(self, why: str) -> None:
+        from peer.capacity import show
+
+        weights, kv = self.plan.prices(self.span), self.kv_tokens * self.plan.kv_bytes(self.span)
+        self._say(f"layers   {self.span} of {self.source.layers} ({why})")
+        self._say(f"         {show(weights)} of weights, {show(kv)} of KV for {self.kv_tokens} tokens")
 
     def _choose(self) -> Span:
         try:
@@ -225,6 +264,7 @@ class PeerService:
         """Publish this claim as loading."""
         self.span = span
         source, plan = self.source, self.plan
+        self.kv_tokens = plan.kv_tokens(span)
         descriptor = Descriptor(
             peer=self.transport.identity.peer_id,
             seq=0,
@@ -232,19 +272,29 @@ class PeerService:
             fingerprint=source.fingerprint,
             model=source.served_name,
             layers=source.layers,
-            width=plan.width,
-            vocab=plan.vocab,
+            width=plan.model.width,
+            vocab=plan.model.vocab,
             context=plan.context,
             span=span,
-            numerics=plan.numerics,
-            kv_tokens=plan.kv_tokens,
+            numerics=self.numerics,
+            kv_tokens=self.kv_tokens,
             tokenizer_hash=source.tokenizer_hash,
             name=self._name(),
-            device=plan.device_name[:48],
+            device=self.device.name[:48],
             release=swarm.__version__,
         )
         published = await self.node.publish(descriptor, Load(state="loading"))
         return Claim(published.peer, span, published.seq, settled=False)
+
+    @property
+    def model(self) -> str:
+        """MODEL as it was typed."""
+        return self._options.model
+
+    @property
+    def address(self) -> str:
+        """What another person pastes after --join, identity included."""
+        return f"{self.transport.identity.peer_id}@{self._addresses()[0]}"
 
     def _name(self) -> str:
         return (self._options.name or socket.gethostname().partition(".")[0])[:32]
@@ -263,22 +313,24 @@ class PeerService:
         """Weights into memory, KV taken, one trial of everything. Torch works in the engine's thread."""
         await asyncio.to_thread(importlib.import_module, "peer.engine")  # torch: 5 s in which the loop goes on
         from peer.cache import KvPool
+        from peer.capacity import torch_dtype
         from peer.engine import Engine, EngineConfig, measure_speed, measure_workspace
         from peer.weights import load_span, span_tensors
 
         source, plan, span = self.source, self.plan, self.span
+        dtype, device = torch_dtype(self.dtype), self.device.device
         names = await asyncio.to_thread(span_tensors, source, span)
         await asyncio.to_thread(source.fetch_tensors, names, self._progress)
-        self.engine = Engine(None, EngineConfig(threads=plan.threads))
+        self.engine = Engine(None, EngineConfig(threads=self.threads))
         self.engine.start()
         self._stack.push_async_callback(self.engine.stop)
 
         def loading(done: int, total: int) -> None:
             self._progress(f"loading layers {span}", done, total)
 
-        model = await self.engine.call(lambda: load_span(source, span, plan.torch_dtype, plan.device, loading))
+        model = await self.engine.call(lambda: load_span(source, span, dtype, device, loading))
         self.engine.model = model
-        self.pool = KvPool(span, model.kv, plan.kv_tokens, dtype=model.dtype, device=model.device)
+        self.pool = KvPool(span, model.kv, self.kv_tokens, dtype=model.dtype, device=model.device)
         await self.engine.call(self.pool.rehearse)
         workspace = await self.engine.call(lambda: measure_workspace(model, self.config.prefill_chunk))
         plan.check_workspace(span, workspace)
@@ -292,14 +344,14 @@ class PeerService:
             fingerprint=self.source.fingerprint,
             span=self.span,
             layers=self.source.layers,
-            width=plan.width,
-            dtype=plan.dtype,
+            width=plan.model.width,
+            dtype=self.dtype,
             max_sessions=self._options.max_sessions,
             context=plan.context,
         )
         self.server = Server(self.node, self.transport, self.engine, self.pool, serving, self.config)
         self.server.on_change = self._sessions_changed
-        self.node.set_load(self._load_now("serving"))
+        self.node.heartbeat(self._load_now("serving"))
         self._beat = asyncio.create_task(self._keep_beating(), name="heartbeat")
 
     def _load_now(self, state: str) -> Load:
@@ -316,7 +368,7 @@ class PeerService:
         """Fresh figures for every heartbeat that the node sends."""
         while True:
             await asyncio.sleep(FIGURES_S)
-            self.node.set_load(self._load_now("draining" if self.server.draining else "serving"))
+            self.node.heartbeat(self._load_now("draining" if self.server.draining else "serving"))
 
     def _sessions_changed(self) -> None:
         """One quiet line per event."""
@@ -324,7 +376,7 @@ class PeerService:
         if now != self._sessions:
             self._say(f"{'+' if now > self._sessions else '-'} session, {now} open")
             self._sessions = now
-            self.node.set_load(self._load_now("draining" if self.server.draining else "serving"))
+            self.node.heartbeat(self._load_now("draining" if self.server.draining else "serving"))
 
     async def _on_files(self, stream: Stream, message: Message) -> None:
         assert isinstance(message, GetFiles)
@@ -339,7 +391,7 @@ class PeerService:
     async def drain(self, within_s: float = DRAIN_S) -> None:
         """No new sessions, those open move away, a signed leave, everything closed."""
         self.server.draining = True
-        self.node.set_load(self._load_now("draining"))
+        self.node.heartbeat(self._load_now("draining"))
         await self.server.drain(within_s)
         await self.node.leave()
         await self.close()
@@ -406,9 +458,8 @@ async def _serve_until_told(options: PeerOptions) -> int:
 
 
 def _announce(service: PeerService) -> None:
-    addresses = service.node.descriptor_addresses()
-    _say(f"{service.transport.identity.peer_id} serves layers {service.span}")
-    print(f"swarm peer {service._options.model} --join {service.transport.identity.peer_id}@{addresses[0]}", flush=True)
+    _say("serving; another machine joins with:")
+    print(f"swarm peer {service.model} --join {service.address}", flush=True)
 
 
 def _say(text: str) -> None:

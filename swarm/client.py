@@ -258,7 +258,7 @@ class AsyncClient:
         measured = self._half_round_trips()
         strangers = [e.descriptor.peer for e in live.serving if e.descriptor.peer not in measured]
         if strangers:
-            await self._require_node().measure(strangers[:MOST_PINGED], within_s=PING_BUDGET_S)
+            await self._require_node().measure(strangers[:MOST_PINGED], timeout_s=PING_BUDGET_S)
 
     def _peer_name(self, peer: PeerId) -> str:
         node = self._node
@@ -282,8 +282,8 @@ class AsyncClient:
             except SwarmError as error:
                 problem = error
                 continue
-            codec = self._codecs[wanted] = TextCodec.from_files(files)
-            return codec
+            codec = await asyncio.to_thread(TextCodec.from_files, files)  # seconds, for a large vocabulary
+            return self._codecs.setdefault(wanted, codec)
         raise problem
 
     async def _fetch_files(self, peer: PeerId, wanted: bytes) -> dict[str, bytes]:

@@ -18,8 +18,9 @@ from typing import Any
 from routing.spans import Hop
 from swarm.errors import GenerationFailed, SwarmError
 from swarm.identity import PeerId
-from swarm.messages import Message
+from swarm.messages import NOTHING_SPENT, Message
 from swarm.node import Node
+from swarm.race import race
 from swarm.session import (
     Ended,
     Failed,
@@ -48,7 +49,7 @@ class Timing:
     """Seconds. ttft_s: from the call to the first token. total_s: to the last.
 
     stall_s: the longest wait for a token in which a repair took place, 0 without repairs.
-    compute_s, queue_s: what the hops reported, summed over all steps of the undisturbed ring.
+    compute_s, queue_s: what the hops reported of it, summed over all tokens but the first.
     """
 
     ttft_s: float
@@ -125,26 +126,12 @@ class _HopChannel:
             link = await self._driver.node.link(self.key.peer)
             stream = link.open_stream()
             try:
-                await self._carry(stream)
+                await race(self._write(stream), self._read(stream))
             finally:
                 stream.reset("left")  # nothing happens where it ended in order
         except SwarmError as error:
             gone = link is None or link.closed.is_set()
             self._driver.channel_lost(self, str(error), gone)
-
-    async def _carry(self, stream: Stream) -> None:
-        """Both ways, until we end it. Raises SwarmError when the other side or the connection does."""
-        reader = asyncio.create_task(self._read(stream))
-        writer = asyncio.create_task(self._write(stream))
-        try:
-            await asyncio.wait({reader, writer}, return_when=asyncio.FIRST_COMPLETED)
-            for task in (writer, reader):
-                if task.done():
-                    return task.result()
-        finally:
-            for task in (reader, writer):
-                task.cancel()
-            await asyncio.gather(reader, writer, return_exceptions=True)
 
     async def _write(self, stream: Stream) -> None:
         while True:
@@ -389,7 +376,7 @@ class _Progress:
         self._texts: list[str] = []
         self._first_s = self._last_s = opening.started
         self._finish: str | None = None
-        self._spent = (0.0, 0.0)
+        self._spent = NOTHING_SPENT
 
     def take(self) -> Piece | None:
         """The next piece if there is one now. Raises when the generation failed."""
@@ -411,6 +398,8 @@ class _Progress:
         now = self._driver.now
         if not self._ids:
             self._first_s = now
+        else:
+            self._spent = self._spent.plus(grew.spent)
         self._last_s = now
         self._ids += grew.ids
         self._unshown += grew.ids
@@ -419,7 +408,8 @@ class _Progress:
         if self._opening.text.stopped:
             return self._last_piece(text, "stop")
         if grew.finish is not None:
-            return self._last_piece(text + self._opening.text.finish(), grew.finish)
+            text += self._opening.text.finish()  # may find that a stop string was complete
+            return self._last_piece(text, "stop" if self._opening.text.stopped else grew.finish)
         return self._piece(text) if text else None
 
     def _piece(self, text: str, final: Completion | None = None) -> Piece:
@@ -455,8 +445,8 @@ class _Progress:
             total_s=self._last_s - self._opening.started,
             tokens_per_s=(len(self._ids) - 1) / decode_s if decode_s > 0 else 0.0,
             stall_s=max((repair.stalled_s or 0.0 for repair in self.repairs), default=0.0),
-            compute_s=self._spent[0],
-            queue_s=self._spent[1],
+            compute_s=self._spent.compute_s,
+            queue_s=self._spent.queue_s,
         )
 
     def _note_repair(self, news: RepairStarted | Repaired) -> None:

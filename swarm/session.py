@@ -63,6 +63,7 @@ from swarm.messages import (
     Renew,
     Resume,
     Sampling,
+    Spent,
     Tokens,
     Unknown,
     Where,
@@ -179,11 +180,12 @@ class Release:
 
 @dataclass(frozen=True, slots=True)
 class Grew:
-    """New ids at `first_position`. finish: they are the last."""
+    """New ids at `first_position`. finish: they are the last. spent: on their round, as the hops say."""
 
     ids: tuple[int, ...]
     first_position: int
     finish: str | None
+    spent: Spent
 
 
 @dataclass(frozen=True, slots=True)
@@ -680,7 +682,7 @@ class Session:
         self._rewound_to = None
         self._rejected_by.clear()
         self._note_time(now)
-        self._effects.append(Grew(tuple(ids), known, message.finish))
+        self._effects.append(Grew(tuple(ids), known, message.finish, message.spent))
         self._say_repaired(now)
         if message.finish is not None:
             self._end(Phase.DONE, message.finish)

@@ -152,13 +152,14 @@ class StateDir:
 
     @classmethod
     def open(cls, home: Path | None = None) -> StateDir:
-        """`home`, or SWARM_HOME, or the platform's place. Raises UsageError if it can't be a directory."""
-        given = home or (Path(os.environ["SWARM_HOME"]) if os.environ.get("SWARM_HOME") else None)
-        if given is not None:
-            root = given.expanduser().absolute()
-            made = cls(root, root / "cache")
-        else:
-            made = cls(Path(platformdirs.user_data_dir(APP)), Path(platformdirs.user_cache_dir(APP)))
+        """`home`, or SWARM_HOME, or the platform's place; models and hashes in SWARM_CACHE, or in there.
+
+        Raises UsageError if the home can't be a directory.
+        """
+        given = home or _directory_of("SWARM_HOME")
+        root = given.expanduser().absolute() if given else Path(platformdirs.user_data_dir(APP))
+        own_cache = root / "cache" if given else Path(platformdirs.user_cache_dir(APP))
+        made = cls(root, _directory_of("SWARM_CACHE") or own_cache)
         if made.home.exists() and not made.home.is_dir():
             raise UsageError(f"{made.home} is not a directory; set SWARM_HOME to one")
         return made
@@ -235,6 +236,11 @@ class StateDir:
 
 
 # ---------------------------------------------------------------- files
+
+
+def _directory_of(variable: str) -> Path | None:
+    named = os.environ.get(variable)
+    return Path(named).expanduser().absolute() if named else None
 
 
 def _make(directory: Path) -> None:
