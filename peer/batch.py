@@ -41,7 +41,7 @@ class BatchConfig:
     """prefill_tokens: most prompt tokens beside the decode steps of a turn; larger is faster for
     prompts, smaller is smoother for those who decode. rows: most sessions in a turn."""
 
-    prefill_tokens: int = 512
+    prefill_tokens: int = 256
     rows: int = 64
 
 

@@ -323,8 +323,8 @@ class Engine:
                 token = None
                 if row is not None and job.sample is not None:
                     token = sample(row, job.sample.sampling, job.sample.position, job.sample.ids)
-                output = None if hidden is None else hidden[start:stop]
-                results.append((output if output is None or len(jobs) == 1 else output.clone(), token))
+                rows = None if hidden is None else hidden[start:stop]
+                results.append((rows if rows is None or len(jobs) == 1 else rows.clone(), token))
             start = stop
         return results
 

@@ -181,6 +181,7 @@ def packed_attention(
     slot: _StepSlot = module.step_slot  # type: ignore[assignment]
     index: int = module.layer_idx  # type: ignore[assignment]
     attend = _attend_plain if softcap is None and s_aux is None else _attend_special
+    assert attention_mask is None, "a mask was built although none is registered for us"
     pieces, start = [], 0
     for row in slot.rows:
         tokens, cache = row.tokens, row.cache
@@ -211,7 +212,7 @@ def _attend_plain(
     values: Tensor,
     scaling: float | None,
     window: int | None,
-    *_: Any,
+    *_special: Any,
 ) -> Tensor:
     """query: [1, heads, n, dim]; keys: [1, kv_heads, m, dim], the last n of which are the query's own."""
     _, heads, n, dim = query.shape
@@ -461,7 +462,8 @@ class _WantedRows(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         assert self._slot.wanted is not None
-        return self.head(hidden[:, self._slot.wanted])
+        logits: Tensor = self.head(hidden[:, self._slot.wanted])
+        return logits
 
 
 class SpanModel:
@@ -483,7 +485,7 @@ class SpanModel:
         self._layers = list(full.get_submodule(plan.layers_path))[span.start : span.stop]
         for layer in self._layers:
             for module in layer.modules():
-                module.step_slot = self._slot  # type: ignore[assignment]
+                module.step_slot = self._slot
         self._shell = self._prune(full)
         self._views: dict[Span, PreTrainedModel] = {}
         parameter = next(self._layers[0].parameters())
@@ -541,7 +543,8 @@ class SpanModel:
         return torch.tensor([numbers], device=self.device)
 
     def _wanted(self, rows: Sequence[Row]) -> Tensor | None:
-        wanted, end = [], 0
+        wanted: list[int] = []
+        end = 0
         for row in rows:
             end += row.tokens
             wanted += range(end - row.logits, end)

@@ -38,27 +38,28 @@ def filter_logits(logits: FloatArray, sampling: Sampling) -> FloatArray:
     """Scaled logits, -inf where a filter removed the id."""
     scaled = logits / sampling.temperature
     if 0 < sampling.top_k < len(scaled):
-        scaled = _keep_from(scaled, np.partition(scaled, -sampling.top_k)[-sampling.top_k])
+        scaled = _keep_from(scaled, float(np.partition(scaled, -sampling.top_k)[-sampling.top_k]))
     if sampling.top_p < 1.0:
         scaled = _keep_from(scaled, _nucleus_edge(scaled, sampling.top_p))
     return scaled
 
 
-def _keep_from(logits: FloatArray, lowest: np.float64) -> FloatArray:
+def _keep_from(logits: FloatArray, lowest: float) -> FloatArray:
     return np.where(logits >= lowest, logits, -np.inf)
 
 
-def _nucleus_edge(logits: FloatArray, top_p: float) -> np.float64:
+def _nucleus_edge(logits: FloatArray, top_p: float) -> float:
     """The lowest logit that stays when ids of the least total probability <= 1 - top_p go."""
     ascending = np.sort(logits[np.isfinite(logits)])
     weights = np.exp(ascending - ascending[-1])
     removed = np.cumsum(weights) <= (1.0 - top_p) * weights.sum()
     removed[-1] = False  # at least one stays
-    return ascending[int(np.count_nonzero(removed))]
+    return float(ascending[int(np.count_nonzero(removed))])
 
 
 def gumbel_noise(seed: int, position: int, count: int) -> FloatArray:
     """Gumbel(0, 1) noise, one value per id, from (seed, position) alone."""
     words = np.random.Philox(key=np.array([seed, position], dtype=np.uint64)).random_raw(count)
     uniform = (words >> np.uint64(11)) * 2.0**-53 + 2.0**-54  # open interval: both logs stay finite
-    return -np.log(-np.log(uniform))
+    noise: FloatArray = -np.log(-np.log(uniform))
+    return noise
