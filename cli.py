@@ -11,10 +11,8 @@ import logging
 import os
 import sys
 from collections.abc import Coroutine
-from pathlib import Path
 from typing import Annotated, Any, Optional, TypeVar
 
-import click
 import typer
 from rich.console import Console
 
@@ -24,12 +22,12 @@ from swarm.errors import SwarmError, UsageError
 from swarm.noise import MAJOR_VERSION
 
 FAILED, USAGE, INTERRUPTED = 1, 2, 130
+WrongUsage = typer.BadParameter.__mro__[1]  # click's UsageError, of the click that this typer brings along
 PIPED_WIDTH = 160  # columns where the output is no terminal, so that no name is cut
 
 app = typer.Typer(
     name="swarm",
     help="Run a language model that fits on no single machine here, on spare GPUs that people lend.",
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -245,10 +243,7 @@ def main() -> None:
 def _exit_code() -> int:
     try:
         return app(standalone_mode=False) or 0
-    except click.exceptions.NoArgsIsHelpError as error:
-        print(error.ctx.get_help() if error.ctx else str(error))
-        return USAGE
-    except click.ClickException as error:
+    except WrongUsage as error:
         error.show(file=sys.stderr)
         return USAGE
     except UsageError as error:
@@ -262,7 +257,7 @@ def _exit_code() -> int:
             raise
         say(f"swarm: {error.name} isn't installed; to run a peer: pip install 'layerswarm[peer]'")
         return FAILED
-    except (KeyboardInterrupt, click.exceptions.Abort):
+    except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -24,7 +24,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is imported
 
 from benchmarks.machine import physical_cores, report
 from peer.local import LocalSwarm
-from peer.smollm2 import prepare
+from peer.smollm2 import ensure_smollm2
 from swarm import AsyncClient
 from swarm.generation import Completion
 from swarm.state import StateDir
@@ -95,7 +95,7 @@ class Transformers:
 
 async def measure(rounds: int, tokens: int) -> dict[str, Measured]:
     threads, cache = physical_cores(), StateDir.open(None).cache
-    alone = Transformers(prepare(cache), threads)
+    alone = Transformers(ensure_smollm2(cache), threads)
     measured = {name: Measured() for name in ("transformers", *SWARMS)}
     with tempfile.TemporaryDirectory(prefix="swarm-bench-") as folder:
         async with _swarms(Path(folder), cache, threads) as clients:

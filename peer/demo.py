@@ -15,7 +15,7 @@ from rich.console import Console
 
 from peer.local import READY_TIMEOUT_S, LocalSwarm
 from peer.progress import terminal_progress
-from peer.smollm2 import prepare
+from peer.smollm2 import ensure_smollm2
 from swarm import AsyncClient
 from swarm.display import chain_line, duration, hops_json, status_view
 from swarm.errors import SwarmError
@@ -53,7 +53,7 @@ async def run_demo(prompt: str | None, as_json: bool) -> int:
     with tempfile.TemporaryDirectory(prefix="swarm-demo-") as folder:
         home, cache = Path(folder), StateDir.open(None).cache
         with terminal_progress() as progress:
-            await asyncio.to_thread(prepare, cache, progress)
+            await asyncio.to_thread(ensure_smollm2, cache, progress)
         tell.print(f"starting {len(PEERS)} peers, each with a memory budget of its own ...")
         async with LocalSwarm("smollm2", home, cache) as swarm:
             client = AsyncClient(swarm.address, home=home / "client")

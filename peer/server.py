@@ -51,7 +51,7 @@ from swarm.messages import (
 from swarm.node import Node
 from swarm.race import race
 from swarm.records import Descriptor, open_record
-from swarm.tensors import ids_tensor, read_ids
+from swarm.tensors import ITEM_BYTES, ids_tensor, read_ids
 from swarm.transport import Link, Stream, Transport
 from swarm.wire import Priority
 
@@ -95,7 +95,8 @@ class Server:
         self.emptied.set()
         transport.handle(Open, self._on_session)
         transport.handle(Prepare, self._on_session)
-        transport.handle(StepsLink, self._on_steps)
+        most = STEP_HEADER_BYTES + MAX_STEP_ROWS * serving.width * ITEM_BYTES[serving.dtype]
+        transport.handle(StepsLink, self._on_steps, max_message_bytes=most)
         transport.handle(TokensLink, self._on_tokens)
 
     @property
@@ -165,7 +166,6 @@ class Server:
 
     async def _on_steps(self, stream: Stream, link: Message) -> None:
         assert isinstance(link, StepsLink)
-        stream.max_message_bytes = STEP_HEADER_BYTES + MAX_STEP_ROWS * self.serving.width * 4
         run = self._linked(link)
         while await run.ready_for(link.epoch):
             step = await stream.receive()

@@ -433,7 +433,7 @@ def serve(options: PeerOptions, run: Callable[[Coroutine[Any, Any, int]], int]) 
 
 def _exit_with_stdin() -> None:
     """Whoever started us holds the other end; when it is gone, so are we."""
-    while sys.stdin.buffer.read(1):
+    while os.read(0, 1):  # not sys.stdin, whose lock a thread must not hold when the interpreter ends
         pass
     os._exit(0)
 
