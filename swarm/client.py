@@ -13,7 +13,7 @@ import os
 import random
 import secrets
 import threading
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -46,6 +46,7 @@ class AsyncClient:
 
     address: `host`, `host:port` or `PEERID@host:port` of any peer, or several of them; without one,
     `SWARM_JOIN` or a peer remembered from last time. model: which model, where several are live.
+    only: names or ids of the peers that may be in a chain (say, those whose owners you know).
 
         async with AsyncClient("192.168.1.20:7070") as client:
             async for piece in client.stream("Why is the sky blue?"):
@@ -57,10 +58,12 @@ class AsyncClient:
         address: str | Sequence[str] | None = None,
         *,
         model: str | None = None,
+        only: Collection[str] = (),
         network: str = "main",
         home: Path | None = None,
     ) -> None:
         self._join = join_addresses(address)
+        self._only = frozenset(only)
         self._model = model
         self._network = network
         self._home = home
@@ -157,7 +160,7 @@ class AsyncClient:
         await self.connect()
         node = self._require_node()
         started = asyncio.get_running_loop().time()
-        live = choose_model(live_models(node.entries()), model)
+        live = choose_model(live_models(self._usable(node.entries())), model)
         codec = await self._codec(live)
         encoded = await codec.encode_prompt(prompt, raw=raw)
         await self._measure_once(live)
@@ -183,6 +186,11 @@ class AsyncClient:
             name_of=self._peer_name,
             started=started,
         )
+
+    def _usable(self, entries: Sequence[PeerEntry]) -> Sequence[PeerEntry]:
+        if not self._only:
+            return entries
+        return [e for e in entries if e.descriptor.name in self._only or e.descriptor.peer in self._only]
 
     def _require_node(self) -> Node:
         if self._node is None:
@@ -226,7 +234,7 @@ class AsyncClient:
 
         def plan(request: PlanRequest) -> Plan:
             node = self._require_node()
-            models = [m for m in live_models(node.entries(fingerprint))]
+            models = live_models(self._usable(node.entries(fingerprint)))
             model = models[0] if models else LiveModel(live.name, fingerprint, live.layers, ())
             route = plan_chain(
                 model,
