@@ -519,7 +519,9 @@ class Hop:
         if step.round is not None:
             self._next_round += 1
         self._taken = step.position + len(payload)
-        self._waiting.append(_Waiting(step.round, step.position, len(payload), step.sample, None, payload, step.spent))
+        self._waiting.append(
+            _Waiting(step.round, step.position, len(payload), step.sample, None, payload, step.spent)
+        )
         self._next_job(now)
 
     def _takes(self, step: Step, count: int) -> bool:

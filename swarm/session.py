@@ -75,7 +75,7 @@ from swarm.tensors import ids_tensor, read_ids
 WORKING_STRETCH = 5  # a hop that says it still computes extends a deadline at most so many times
 SAMPLES_FOR_P99 = 20  # before that the plan's estimate counts (protocol.md)
 SAMPLES_KEPT = 100  # a p99 needs about as many; older ones describe another load
-MOST_SLACK = 8.0         # if the only peer for a span is merely slow, a later try of a repair waits longer
+MOST_SLACK = 8.0  # if the only peer for a span is merely slow, a later try of a repair waits longer
 ASK_AGAIN_S = 1.0  # a verdict needs two equal answers this far apart
 REFUSALS_IN_A_REPAIR = 3  # then everything is closed, or two clients wait for each other's room for ever
 QUICK_ATTEMPTS = 3  # epochs in one repair that start at once; the later ones wait

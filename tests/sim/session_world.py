@@ -170,7 +170,7 @@ class Stream:
         return self.ends[1] if node is self.ends[0] else self.ends[0]
 
     def send(self, sender: Node, message: Message) -> None:
-        if not self.open:
+        if not self.open or self.world.lose(message):
             return
         to = self.other(sender)
         at = max(self._last[sender.name], self.world.arrival(sender, to))
@@ -249,6 +249,7 @@ class World:
         self.holes: dict[frozenset[str], float] = {}
         self._latency: dict[frozenset[str], float] = {}
         self.counts: Counter[str] = Counter()
+        self.lose: Callable[[Message], bool] = lambda message: False  # for told scenarios
 
     def at(self, when: float, act: Callable[[], None]) -> None:
         heapq.heappush(self._events, (max(when, self.now), next(self._count), act))
@@ -369,6 +370,7 @@ class ToyPeer(Node):
         self.step_s = self.usual_s = 0.01
         self.row_s = 0.002
         self.faulty_until = 0.0
+        self.rows_run = 0
         self._reset()
         world.nodes[self.id] = self
 
@@ -581,6 +583,7 @@ class ToyPeer(Node):
         if cache is None or cache.span != job.span:
             cache = self.caches[hop.key] = ToyCache(job.span)
         output = cache.forward(job.position, rows)
+        self.rows_run += len(rows)
         token = None
         if job.sample is not None:
             token = draw(output[-1], job.sample.sampling, job.sample.position, job.sample.ids)
@@ -771,7 +774,9 @@ class Trial:
         self.tight = self.rng.random() < 0.4
         self.copies = self.rng.choice((1, 2, 2))
         self.peers = self._make_peers()
-        self.clients = [self._make_client(n) for n in range(3 if self.tight else self.rng.choice((1, 1, 2, 3)))]
+        self.clients = [
+            self._make_client(n) for n in range(3 if self.tight else self.rng.choice((1, 1, 2, 3)))
+        ]
         self._plan_faults()
 
     def _make_peers(self) -> list[ToyPeer]:
