@@ -91,8 +91,8 @@ class SessionKey(NamedTuple):
 class KvLedger(Protocol):
     """Who holds how many KV positions on this peer. Plain arithmetic, answers at once."""
 
-    def reserve(self, key: SessionKey, positions: int) -> None:
-        """Raises CapacityError, nothing changed."""
+    def reserve(self, key: SessionKey, positions: int, span: Span) -> object:
+        """For the layers of `span` only, which may be fewer than the claim. Raises CapacityError, nothing changed."""
 
     def extend(self, key: SessionKey, positions: int) -> None:
         """To `positions` in all. Raises CapacityError, nothing changed."""
@@ -331,7 +331,7 @@ class Hop:
             self._reserved = 0
             self._ledger.free(self.key)
         if not self._reserved:
-            self._ledger.reserve(self.key, message.reserve)
+            self._ledger.reserve(self.key, message.reserve, message.span)
             self._reserved = message.reserve
 
     def _prepare(self, message: Prepare) -> None:
@@ -386,7 +386,8 @@ class Hop:
     def _resume(self, message: Resume, now: float) -> None:
         if message.epoch != self._epoch or self._resumed or self.finished:
             return
-        ids = read_ids(message.ids) if message.ids is not None else []
+        at_an_end = self._is_first or self._is_last
+        ids = read_ids(message.ids) if message.ids is not None and at_an_end else []
         self._check_resume(message, ids)
         self._journal.cut(message.have)
         self._taken = message.have
