@@ -92,7 +92,9 @@ class KvLedger(Protocol):
     """Who holds how many KV positions on this peer. Plain arithmetic, answers at once."""
 
     def reserve(self, key: SessionKey, positions: int, span: Span) -> object:
-        """For the layers of `span` only, which may be fewer than the claim. Raises CapacityError, nothing changed."""
+        """For the layers of `span` only, which may be fewer than the claim.
+
+        Raises CapacityError, nothing changed."""
 
     def extend(self, key: SessionKey, positions: int) -> None:
         """To `positions` in all. Raises CapacityError, nothing changed."""

@@ -45,7 +45,7 @@ class Ledger:
     def __init__(self, capacity: int = 1000) -> None:
         self.capacity, self.held = capacity, dict[SessionKey, int]()
 
-    def reserve(self, key: SessionKey, positions: int) -> None:
+    def reserve(self, key: SessionKey, positions: int, span: Span) -> None:
         assert key not in self.held
         if positions > self.capacity:
             raise CapacityError(f"{positions} wanted")

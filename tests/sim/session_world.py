@@ -334,7 +334,7 @@ class ToyLedger:
     def free_positions(self) -> int:
         return self.capacity - sum(self.held.values())
 
-    def reserve(self, key: SessionKey, positions: int) -> None:
+    def reserve(self, key: SessionKey, positions: int, span: Span) -> None:
         assert key not in self.held, "reserved twice"
         self._need(key, positions)
         self.held[key] = positions
