@@ -59,6 +59,9 @@ class KvLedger:
         """Positions that a new session over the whole claim could reserve."""
         return (self.total - self.used) // self.layers
 
+    def has_room(self, positions: int, layers: int) -> bool:
+        return self.used + positions * layers <= self.total
+
     def __len__(self) -> int:
         return len(self._held)
 
@@ -193,6 +196,10 @@ class KvPool:
     @property
     def free_positions(self) -> int:
         return self.ledger.free_positions
+
+    def has_room(self, positions: int, span: Span) -> bool:
+        """Whether a session of so many positions over `span` could be reserved now."""
+        return self.ledger.has_room(positions, len(span))
 
     def rehearse(self) -> None:
         """Take and touch all of the pool's memory once. Raises CapacityError if it isn't there."""

@@ -505,6 +505,14 @@ class Hop:
         full = len(self._waiting) >= self._config.max_waiting_steps
         return "now" if epoch == self._epoch and self._resumed and not full else "later"
 
+    def takes_from(self, sender: PeerId, first: bool) -> bool:
+        """Whether this epoch's chain has `sender` before this hop; first: as its last hop, which feeds the first."""
+        if self._chain is None:
+            return False
+        if first:
+            return self._is_first and self._chain.last.peer == sender
+        return self._chain.previous is not None and self._chain.previous.peer == sender
+
     def receive_step(self, sender: PeerId, epoch: int, step: Step, payload: Rows, now: float) -> None:
         """step: the header. payload: its hidden rows [n, width]. Raises MessageError."""
         previous = self._chain.previous if self._chain is not None else None

@@ -33,7 +33,7 @@ from peer.hop import (
 )
 from peer.model import from_raw, to_raw
 from routing.spans import Span
-from swarm.errors import LinkFailed, MessageError, SendQueueFull, StreamClosed, SwarmError
+from swarm.errors import EngineStopped, LinkFailed, MessageError, SendQueueFull, StreamClosed, SwarmError
 from swarm.identity import PeerId
 from swarm.messages import (
     HopRef,
@@ -91,6 +91,7 @@ class Server:
         self.me = transport.identity.peer_id
         self.runs: dict[SessionKey, HopRun] = {}
         self.draining = False
+        self.on_change: Callable[[], None] = lambda: None  # a session came or went
         self.emptied = asyncio.Event()
         self.emptied.set()
         transport.handle(Open, self._on_session)
@@ -110,7 +111,7 @@ class Server:
         try:
             while True:
                 if isinstance(message, Open | Prepare):
-                    run = self._run_for(stream, message)
+                    run = self._run_for(stream, message, run)
                 if run is not None:
                     run.receive(stream, message)
                 message = await stream.receive()
@@ -118,10 +119,15 @@ class Server:
             if run is not None:
                 run.detach(stream)
 
-    def _run_for(self, stream: Stream, message: Open | Prepare) -> HopRun | None:
-        """The run that this message is for, made on `Open`; None once it was answered with a no."""
+    def _run_for(self, stream: Stream, message: Open | Prepare, before: HopRun | None) -> HopRun | None:
+        """The run that this message is for, made on `Open`; None once it was answered with a no.
+
+        before: the one that this stream was for so far.
+        """
         client = stream.link.peer
         key = SessionKey(client, message.session, message.span.start)
+        if before is not None and before.key != key:
+            raise MessageError("a stream is for one hop of one session")
         run = self.runs.get(key)
         if run is not None:
             return run
@@ -147,17 +153,17 @@ class Server:
             return "draining"
         if message.reserve > serving.context:
             return f"{message.reserve} positions are beyond the context of {serving.context} here"
-        self._make_room(message.reserve)
+        self._make_room(message.reserve, message.span)
         if len(self.runs) >= serving.max_sessions:
             return f"full: {len(self.runs)} of {serving.max_sessions} sessions are open"
         return None
 
-    def _make_room(self, positions: int) -> None:
+    def _make_room(self, positions: int, span: Span) -> None:
         """Let go of sessions whose client has fallen silent, the stalest first, while room is lacking."""
         now = asyncio.get_running_loop().time()
         silent = [run for run in self.runs.values() if run.core.in_grace(now)]
         for run in sorted(silent, key=lambda run: run.core.idle_since or 0.0):
-            if self.pool.free_positions >= positions and len(self.runs) < self.serving.max_sessions:
+            if self.pool.has_room(positions, span) and len(self.runs) < self.serving.max_sessions:
                 return
             log.info("session %s let go: its client was silent", run.key.session.hex()[:8])
             run.evict()
@@ -168,6 +174,7 @@ class Server:
         assert isinstance(link, StepsLink)
         run = self._linked(link)
         while await run.ready_for(link.epoch):
+            run.check_sender(stream.link.peer, first=False)
             step = await stream.receive()
             if not isinstance(step, Step) or step.epoch != link.epoch:
                 raise MessageError(f"expected a Step of epoch {link.epoch}, got {type(step).__name__}")
@@ -177,6 +184,7 @@ class Server:
         assert isinstance(link, TokensLink)
         run = self._linked(link)
         while await run.ready_for(link.epoch):
+            run.check_sender(stream.link.peer, first=True)
             tokens = await stream.receive()
             if not isinstance(tokens, Tokens) or tokens.epoch != link.epoch:
                 raise MessageError(f"expected Tokens of epoch {link.epoch}, got {type(tokens).__name__}")
@@ -213,6 +221,7 @@ class Server:
         self.runs.pop(run.key, None)
         if not self.runs:
             self.emptied.set()
+        self.on_change()
 
     # ------------------------------------------------------------ leaving
 
@@ -250,10 +259,12 @@ class HopRun:
 
     def receive(self, stream: Stream, message: Message) -> None:
         """Raises MessageError when the message can't be right."""
-        self._stream = stream
         if isinstance(message, Open | Prepare):
             check_target(message, self._server.me)
+        self._stream = stream
         self._drive(self.core.receive, message)
+        if isinstance(message, Open):
+            self._server.on_change()
 
     def receive_step(self, sender: PeerId, step: Step, rows: Tensor) -> None:
         self._drive(self.core.receive_step, sender, step.epoch, step, rows)
@@ -270,11 +281,20 @@ class HopRun:
             await self._changed.wait()
         return verdict == "now"
 
+    def check_sender(self, sender: PeerId, *, first: bool) -> None:
+        """Raises MessageError unless the present chain puts `sender` before this hop (first: round the ring)."""
+        if not self.core.takes_from(sender, first):
+            raise MessageError("this chain has another hop there")
+
     def detach(self, stream: Stream) -> None:
-        """The client's stream is gone; the lease runs on."""
-        if self._stream is stream and not self._freed:
+        """The client's stream is gone; the lease runs on. What never opened holds nothing, and goes."""
+        if self._freed:
+            return
+        if self._stream is stream:
             self._stream = None
             self._drive(self.core.client_gone)
+        if self.core.finished:
+            self._free()
 
     def link_up(self, epoch: int) -> None:
         self._drive(self.core.link_up, epoch)
@@ -356,13 +376,19 @@ class HopRun:
             hidden=work.payload,
             sample=work.sample,
         )
-        answer = self._server.engine.submit(job)
+        try:
+            answer = self._server.engine.submit(job)
+        except SwarmError as error:  # told in its turn: the core is still saying what it wants
+            answer = self._loop.create_future()
+            answer.set_exception(error)
         answer.add_done_callback(lambda done: self._computed(work, done))
 
     def _computed(self, work: Compute, answer: asyncio.Future[JobResult]) -> None:
-        if answer.cancelled() or self._freed:
+        if answer.cancelled():
             return
         error = answer.exception()
+        if self._freed or isinstance(error, EngineStopped):  # stopped: this peer is closing, its links say so
+            return
         if error is not None:
             if not isinstance(error, SwarmError):  # a bug of ours: told in full here, in short to the client
                 log.error("a step failed", exc_info=error)
