@@ -78,7 +78,7 @@ def choose_model(models: Sequence[LiveModel], wanted: str | None) -> LiveModel:
             and model.fingerprint.hex().startswith(start.lower())
         ]
     if not found:
-        raise UnknownModel(wanted or "a model", [model.name for model in models])
+        raise UnknownModel(wanted or "", [model.name for model in models])
     if len(found) > 1:
         same_name = len({model.name for model in found}) < len(found)
         raise AmbiguousModel([model.label if same_name else model.name for model in found])
@@ -138,23 +138,30 @@ def plan_chain(
 
 
 def _no_route(model: LiveModel, found: NoChain, known: int, need_kv: int) -> NoRoute:
-    gap = found.gap
+    gap, why = found.gap, ""
     held = [entry for entry in model.entries if _overlap(entry.descriptor.span, gap)]
     loading = [entry for entry in held if entry.heartbeat.state == "loading"]
     serving = [entry for entry in held if entry.heartbeat.state == "serving"]
     if found.cause == "full" and serving:
         most = max(entry.heartbeat.free_kv_tokens for entry in serving)
-        remedy = (
-            f"every peer there is full: {need_kv} positions are needed and the emptiest has {most} free; "
-            "try again later or with a smaller max_tokens, or add a peer"
+        why = (
+            f"every peer with layers {gap} of {model.name} is full: "
+            f"{need_kv} positions are needed, at most {most} are free"
         )
+        remedy = "try again later or with a smaller max_tokens, or add a peer"
     elif loading:
-        remedy = f"{len(loading)} peers are still loading them; try again in a moment"
+        remedy = f"{_are(len(loading))} loading those layers; try again in a moment"
     elif serving:
-        remedy = "those that do can't be used now (they failed, or can't reach each other); try again later"
+        why = f"the peers with layers {gap} of {model.name} can't be used now: they failed, or can't reach each other"
+        remedy = "try again later, or add a peer"
     else:
         remedy = f"start one with: swarm peer MODEL --layers {gap.start}:{gap.stop} --join ADDR"
-    return NoRoute(model.name, str(gap), len(model.entries), max(known, len(model.entries)), remedy)
+    alive = len(model.entries)
+    return NoRoute(model.name, str(gap), alive, max(known, alive), remedy, why)
+
+
+def _are(number: int) -> str:
+    return f"{number} of them is" if number == 1 else f"{number} of them are"
 
 
 def _overlap(a: Span, b: Span) -> bool:
@@ -214,7 +221,8 @@ def model_status(model: LiveModel, rtts: Mapping[PeerId, float | None], known: i
     except NoRoute as error:
         problem = str(error)
     rows = tuple(_peer_status(entry, rtts) for entry in sorted(model.entries, key=_by_span))
-    return ModelStatus(model.name, model.fingerprint, model.layers, rows, coverage(model.layers, spans), weak, route, problem)
+    cover = coverage(model.layers, spans)
+    return ModelStatus(model.name, model.fingerprint, model.layers, rows, cover, weak, route, problem)
 
 
 def _by_span(entry: PeerEntry) -> tuple[Span, str]:

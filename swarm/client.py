@@ -13,15 +13,16 @@ import os
 import random
 import secrets
 import threading
+import weakref
 from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from swarm.chains import LiveModel, ModelStatus, choose_model, live_models, make_plan, model_status, plan_chain
 from swarm.errors import MessageError, NoRoute, PromptTooLong, SwarmError, Unreachable, UsageError
-from swarm.generation import Completion, Generation, Opening, Piece, SessionDriver
+from swarm.generation import Completion, Generation, Opening, Piece, RepairEvent, ServedBy, SessionDriver
 from swarm.identity import Identity, PeerId
-from swarm.messages import Files, GetFiles, Sampling
+from swarm.messages import MAX_POSITION, Files, GetFiles, Sampling
 from swarm.node import Node
 from swarm.registry import PeerEntry
 from swarm.session import Plan, PlanRequest, Session, SessionConfig, Timings
@@ -31,12 +32,14 @@ from swarm.transport import Transport
 
 DEFAULT_MAX_TOKENS = 512
 PING_BUDGET_S = 0.3       # before the first plan: a route that avoids one slow link is worth it
+ASK_AGAIN_S = 60.0        # before a peer that didn't answer is pinged again
 MOST_PINGED = 16          # beyond it, the estimate from those measured will do
 FILES_TIMEOUT_S = 30.0    # a big tokenizer over a slow line
 MAX_FILES_BYTES = 64 << 20
 MAX_STOP_STRINGS = 16
 SESSION_ID_BYTES = 16
 PREFILL_CHUNK = 256       # what a peer runs per prefill step unless told otherwise; only for estimates
+CLOSED = "this client is closed; make a new one"
 
 Prompt = str | Sequence[Mapping[str, str]]
 
@@ -69,8 +72,12 @@ class AsyncClient:
         self._home = home
         self._node: Node | None = None
         self._transport: Transport | None = None
+        self._closed = False
         self._connecting = asyncio.Lock()
         self._codecs: dict[bytes, TextCodec] = {}
+        self._fetching = asyncio.Lock()
+        self._drivers: weakref.WeakSet[SessionDriver] = weakref.WeakSet()
+        self._asked: dict[PeerId, float] = {}  # peers that were pinged, when
         self._rng = random.Random()
         self._timings = Timings()
 
@@ -82,8 +89,10 @@ class AsyncClient:
         await self.aclose()
 
     async def connect(self) -> None:
-        """Subscribe at the address. Raises Unreachable, IdentityError, VersionMismatch."""
+        """Subscribe at the address. Raises Unreachable, IdentityError, VersionMismatch; UsageError once closed."""
         async with self._connecting:
+            if self._closed:
+                raise UsageError(CLOSED)
             if self._node is not None:
                 return
             state = StateDir.open(self._home)
@@ -98,14 +107,22 @@ class AsyncClient:
             self._node, self._transport = node, transport
 
     async def aclose(self) -> None:
-        if self._node is not None and self._transport is not None:
-            node, transport = self._node, self._transport
-            self._node = self._transport = None
-            await node.close()
-            await transport.close()
-        for codec in self._codecs.values():
-            await codec.aclose()
-        self._codecs.clear()
+        """End whatever still runs, freeing its peers, and let go of the swarm. Harmless when repeated."""
+        self._closed = True
+        async with self._connecting:
+            drivers = list(self._drivers)
+            for driver in drivers:
+                driver.cancel()
+            await asyncio.gather(*(driver.farewell() for driver in drivers))
+            if self._node is not None and self._transport is not None:
+                node, transport = self._node, self._transport
+                self._node = self._transport = None
+                await node.close()
+                await transport.close()
+        async with self._fetching:
+            for codec in self._codecs.values():
+                await codec.aclose()
+            self._codecs.clear()
 
     # ------------------------------------------------------------ generating
 
@@ -175,15 +192,19 @@ class AsyncClient:
             fingerprint=live.fingerprint,
             reserve=limit,
         )
-        session = Session(config, self._planner(live, limit), self._rng, self._timings)
+        names: dict[PeerId, str] = {}
+        session = Session(config, self._planner(live, limit, names), self._rng, self._timings)
+        self._require_node()  # it may have been closed meanwhile
+        driver = SessionDriver(session, node)
+        self._drivers.add(driver)
         return Opening(
-            driver=SessionDriver(session, node),
+            driver=driver,
             text=codec.detokenizer(stops),
             prompt_tokens=len(encoded.ids),
             model=live.name,
             seed=sampling.seed,
             notes=notes,
-            name_of=self._peer_name,
+            name_of=lambda peer: names.get(peer) or peer[:8],
             started=started,
         )
 
@@ -194,7 +215,7 @@ class AsyncClient:
 
     def _require_node(self) -> Node:
         if self._node is None:
-            raise UsageError("this client is closed")
+            raise UsageError(CLOSED)
         return self._node
 
     def _limit(self, live: LiveModel, encoded: EncodedPrompt, max_tokens: int | None) -> tuple[int, tuple[str, ...]]:
@@ -206,8 +227,8 @@ class AsyncClient:
         if length >= context:
             raise PromptTooLong(length, context)
         if wanted > context:
-            if max_tokens is not None:
-                notes.append(f"max_tokens was cut from {max_tokens} to {context - length}: the chain's context is {context}")
+            cut = f"max_tokens was cut from {wanted - length} to {context - length}"
+            notes.append(f"{cut}: the chain's context is {context}")
             wanted = context
         return wanted, tuple(notes)
 
@@ -216,18 +237,19 @@ class AsyncClient:
 
         Raises NoRoute when no chain can be built at all.
         """
-        known = self._require_node().known()
+        known = self._require_node().known(live.fingerprint)
         contexts = sorted({entry.descriptor.context for entry in live.serving if entry.descriptor.context < wanted})
         for context in [wanted, *reversed(contexts)]:
             try:
-                plan_chain(live, {}, known, context=context)
+                plan_chain(live, {}, known, need_kv=0, context=context)
             except NoRoute:
                 continue
             return context
-        plan_chain(live, {}, known)  # raises, naming the gap
+        plan_chain(live, {}, known, need_kv=0)  # raises, naming the gap
         raise AssertionError("a chain without demands exists, but not one with the smallest context")
 
-    def _planner(self, live: LiveModel, limit: int) -> Callable[[PlanRequest], Plan]:
+    def _planner(self, live: LiveModel, limit: int, names: dict[PeerId, str]) -> Callable[[PlanRequest], Plan]:
+        """names: those of all peers that were ever in sight, also when they are gone."""
         fingerprint = live.fingerprint
         descriptors: dict[PeerId, bytes] = {}
         numerics: list[str] = []
@@ -239,7 +261,7 @@ class AsyncClient:
             route = plan_chain(
                 model,
                 self._half_round_trips(),
-                node.known(),
+                node.known(fingerprint),
                 need_kv=limit,
                 context=limit,
                 kept=request.kept,
@@ -250,7 +272,7 @@ class AsyncClient:
             )
             entries = {entry.descriptor.peer: entry for entry in model.entries}
             for peer, entry in entries.items():
-                descriptors[peer] = entry.descriptor_bytes
+                descriptors[peer], names[peer] = entry.descriptor_bytes, entry.descriptor.name
             if not numerics:
                 numerics.append(entries[PeerId(route.hops[0].peer)].descriptor.numerics)
             return make_plan(route, model, dict(descriptors), PREFILL_CHUNK)
@@ -262,21 +284,27 @@ class AsyncClient:
         return {peer: link.rtt_s / 2 for peer, link in links.items() if link.rtt_s is not None}
 
     async def _measure_once(self, live: LiveModel) -> None:
-        """Ping peers never talked to, a few and briefly, so that the plan knows what is near."""
-        measured = self._half_round_trips()
-        strangers = [e.descriptor.peer for e in live.serving if e.descriptor.peer not in measured]
-        if strangers:
-            await self._require_node().measure(strangers[:MOST_PINGED], timeout_s=PING_BUDGET_S)
+        """Ping peers never talked to, a few and briefly, so that the plan knows what is near.
 
-    def _peer_name(self, peer: PeerId) -> str:
-        node = self._node
-        names = {} if node is None else {e.descriptor.peer: e.descriptor.name for e in node.entries()}
-        return names.get(peer) or peer[:8]
+        One that doesn't answer is left alone for a while: it would cost every generation the whole budget.
+        """
+        measured, now = self._half_round_trips(), asyncio.get_running_loop().time()
+        self._asked = {peer: at for peer, at in self._asked.items() if now - at < ASK_AGAIN_S}
+        strangers = [entry.descriptor.peer for entry in live.serving]
+        strangers = [peer for peer in strangers if peer not in measured and peer not in self._asked][:MOST_PINGED]
+        if strangers:
+            self._asked |= dict.fromkeys(strangers, now)
+            await self._require_node().measure(strangers, timeout_s=PING_BUDGET_S)
 
     # ------------------------------------------------------------ the tokenizer
 
     async def _codec(self, live: LiveModel) -> TextCodec:
         """The tokenizer of a model, from any peer that has it, checked against the signed hash."""
+        async with self._fetching:  # so that generations that begin together fetch it once
+            self._require_node()
+            return await self._known_or_fetched(live)
+
+    async def _known_or_fetched(self, live: LiveModel) -> TextCodec:
         entries = sorted(live.entries, key=lambda entry: entry.heartbeat.state != "serving")
         for entry in entries:
             known = self._codecs.get(entry.descriptor.tokenizer_hash)
@@ -290,8 +318,8 @@ class AsyncClient:
             except SwarmError as error:
                 problem = error
                 continue
-            codec = await asyncio.to_thread(TextCodec.from_files, files)  # seconds, for a large vocabulary
-            return self._codecs.setdefault(wanted, codec)
+            codec = self._codecs[wanted] = await asyncio.to_thread(TextCodec.from_files, files)  # may take seconds
+            return codec
         raise problem
 
     async def _fetch_files(self, peer: PeerId, wanted: bytes) -> dict[str, bytes]:
@@ -344,6 +372,8 @@ def join_addresses(address: str | Sequence[str] | None) -> tuple[str, ...]:
 
 def check_stop(stop: str | Sequence[str]) -> tuple[str, ...]:
     """Raises UsageError on empty or too many stop strings."""
+    if not isinstance(stop, Sequence):
+        raise UsageError(f"stop is a string or a list of strings, got {stop!r}")
     stops = (stop,) if isinstance(stop, str) else tuple(stop)
     if len(stops) > MAX_STOP_STRINGS or not all(isinstance(one, str) and one for one in stops):
         raise UsageError(f"stop takes up to {MAX_STOP_STRINGS} strings, none of them empty")
@@ -358,12 +388,18 @@ def check_numbers(
     seed: int | None,
 ) -> None:
     """Raises UsageError naming the first option that is out of bounds."""
+    for name, whole in (("max_tokens", max_tokens), ("top_k", top_k), ("seed", seed)):
+        if whole is not None and (not isinstance(whole, int) or isinstance(whole, bool)):
+            raise UsageError(f"{name} is a whole number, got {whole!r}")
+    for name, number in (("temperature", temperature), ("top_p", top_p)):
+        if number is not None and (not isinstance(number, int | float) or isinstance(number, bool)):
+            raise UsageError(f"{name} is a number, got {number!r}")
     if max_tokens is not None and max_tokens < 1:
         raise UsageError(f"max_tokens must be at least 1, got {max_tokens}")
     if temperature is not None and not 0 <= temperature <= 100:
         raise UsageError(f"temperature must lie between 0 (greedy) and 100, got {temperature}")
-    if top_k is not None and top_k < 0:
-        raise UsageError(f"top_k must be 0 (off) or more, got {top_k}")
+    if top_k is not None and not 0 <= top_k <= MAX_POSITION:
+        raise UsageError(f"top_k must lie between 0 (off) and {MAX_POSITION}, got {top_k}")
     if top_p is not None and not 0 < top_p <= 1:
         raise UsageError(f"top_p must lie above 0 and be at most 1 (off), got {top_p}")
     if seed is not None and not 0 <= seed < 1 << 63:
@@ -399,27 +435,41 @@ class Client:
     """
 
     def __init__(self, address: str | Sequence[str] | None = None, **options: Any) -> None:
+        self._async = AsyncClient(address, **options)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="swarm client", daemon=True)
-        self._async = AsyncClient(address, **options)
-        self._closed = False
+        self._lock = threading.Lock()  # around what decides whether there is a loop to ask
+        self._started = self.closed = False
 
     def __enter__(self) -> Client:
-        self._call(self._async.connect())
+        self.connect()
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def connect(self) -> None:
+        self._call(self._async.connect())
+
     def close(self) -> None:
-        if self._closed:
-            return
-        if self._thread.is_alive():
-            self._call(self._async.aclose())
+        """End whatever still runs, in whichever thread it is waited for. Harmless when repeated."""
+        with self._lock:
+            if self.closed:
+                return
+            self.closed = True
+        if self._started:
+            asyncio.run_coroutine_threadsafe(self._finish(), self._loop).result()
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
-        self._closed = True
         self._loop.close()
+
+    async def _finish(self) -> None:
+        await self._async.aclose()
+        await self._loop.shutdown_default_executor()
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
 
     def stream(self, prompt: Prompt, **options: Any) -> Stream:
         """As `AsyncClient.stream`, for a plain `for` loop."""
@@ -428,51 +478,83 @@ class Client:
     def generate(self, prompt: Prompt, **options: Any) -> Completion:
         return self._call(self._async.generate(prompt, **options))
 
+    def peers(self) -> tuple[PeerEntry, ...]:
+        return self._call(self._peers())
+
+    async def _peers(self) -> tuple[PeerEntry, ...]:
+        return self._async.peers()
+
     def status(self, model: str | None = None) -> tuple[ModelStatus, ...]:
         return self._call(self._async.status(model))
 
     def _call(self, work: Coroutine[Any, Any, T]) -> T:
-        if self._closed:
-            work.close()
-            raise UsageError("this client is closed")
-        if not self._thread.is_alive():
-            self._thread.start()
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        with self._lock:
+            if self.closed:
+                work.close()
+                raise UsageError(CLOSED)
+            if not self._started:
+                self._started = True
+                self._thread.start()
+            future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
+        except concurrent.futures.CancelledError:
+            if self.closed:
+                raise UsageError(CLOSED) from None
+            raise
         except BaseException:
             future.cancel()
             raise
 
 
 class Stream:
-    """One answer as it is written, for a plain `for` loop; leaving the loop cancels it."""
+    """One answer as it is written, for a plain `for` loop; leaving the loop cancels it.
+
+    It tells the same as `Generation`: `hops`, `repairs`, `notes`, `seed`, and `result` once it is done.
+    """
 
     def __init__(self, client: Client, generation: Generation) -> None:
         self._client = client
-        self.generation = generation
+        self._generation = generation
 
     def __iter__(self) -> Iterator[Piece]:
         return self
 
     def __next__(self) -> Piece:
+        if self._generation.over:
+            raise StopIteration
         try:
             return self._client._call(self._next())
         except StopAsyncIteration:
             raise StopIteration from None
-        except (KeyboardInterrupt, concurrent.futures.CancelledError):
-            self.close()
-            raise
 
     async def _next(self) -> Piece:
-        return await self.generation.__anext__()
+        return await self._generation.__anext__()
 
     @property
     def result(self) -> Completion | None:
-        return self.generation.result
+        return self._generation.result
+
+    @property
+    def hops(self) -> tuple[ServedBy, ...]:
+        return self._generation.hops
+
+    @property
+    def repairs(self) -> tuple[RepairEvent, ...]:
+        return self._generation.repairs
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return self._generation.notes
+
+    @property
+    def seed(self) -> int | None:
+        return self._generation.seed
 
     def close(self) -> None:
-        self._client._call(self.generation.aclose())
+        """Stop, and free what the peers hold for it. Harmless when it is over."""
+        if not (self._generation.over or self._client.closed):
+            self._client._call(self._generation.aclose())
 
     def __enter__(self) -> Stream:
         return self

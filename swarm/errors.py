@@ -62,16 +62,22 @@ class PromptTooLong(UsageError):
 
 
 class UnknownModel(UsageError):
+    """model: "" where any would have done."""
+
     def __init__(self, model: str, known: Sequence[str]) -> None:
         self.model, self.known = model, tuple(known)
-        there = f"this swarm serves {', '.join(known)}" if known else "this swarm serves no model yet"
-        super().__init__(f"no peer serves {model!r}; {there}")
+        if known:
+            text = f"no peer serves {model!r}; this swarm serves {', '.join(known)}"
+        else:
+            what = f"{model!r} or any other model" if model else "any model"
+            text = f"no peer serves {what} here; start one with: swarm peer MODEL --join ADDR"
+        super().__init__(text)
 
 
 class AmbiguousModel(UsageError):
     def __init__(self, choices: Sequence[str]) -> None:
         self.choices = tuple(choices)
-        super().__init__(f"several models are live, name one with model=: {', '.join(choices)}")
+        super().__init__(f"several models are live, name one (--model, or model=): {', '.join(choices)}")
 
 
 class ModelError(SwarmError):
@@ -144,13 +150,12 @@ class IdentityError(SwarmError):
 
 
 class NoRoute(SwarmError):
-    """No live chain covers the model. Nothing was sent."""
+    """No live chain covers the model. Nothing was sent. why: in place of "no live peer serves" the gap."""
 
-    def __init__(self, model: str, gap: str, alive: int, known: int, remedy: str) -> None:
+    def __init__(self, model: str, gap: str, alive: int, known: int, remedy: str, why: str = "") -> None:
         self.model, self.gap, self.alive, self.known = model, gap, alive, known
-        super().__init__(
-            f"no live peer serves layers {gap} of {model} ({alive} of {known} known peers alive); {remedy}"
-        )
+        why = why or f"no live peer serves layers {gap} of {model}"
+        super().__init__(f"{why} ({alive} of {known} known peers alive); {remedy}")
 
 
 class GenerationFailed(SwarmError):

@@ -132,6 +132,8 @@ class _HopChannel:
         except SwarmError as error:
             gone = link is None or link.closed.is_set()
             self._driver.channel_lost(self, str(error), gone)
+        except Exception as error:
+            self._driver.crashed(error)
 
     async def _write(self, stream: Stream) -> None:
         while True:
@@ -184,6 +186,12 @@ class SessionDriver:
             del self._channels[channel.key]
             self._drive(functools.partial(self._session.lost, peer_gone=peer_gone), channel.key, reason)
 
+    def crashed(self, error: Exception) -> None:
+        """A bug of ours: goes to the caller as it is, never retried, and frees the peers."""
+        if self.crash is None and not self.ended:
+            self.crash = error
+            self.cancel()
+
     def read(self, upto: int) -> None:
         self._drive(self._session.read, upto)
 
@@ -200,12 +208,16 @@ class SessionDriver:
         tasks = [channel.task for channel in self._channels.values()] + [
             task for task in self._parting if task is not asyncio.current_task()
         ]
-        if tasks:
-            await asyncio.wait(tasks, timeout=FAREWELL_S)
-        for task in tasks:
-            task.cancel()
         if self._timer is not None:
             self._timer.cancel()
+            self._timer = None
+        try:
+            if tasks:
+                await asyncio.wait(tasks, timeout=FAREWELL_S)
+        finally:
+            for task in tasks:
+                task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     def abandon(self) -> None:
         """Cancel from wherever the garbage collector runs, without waiting."""
@@ -230,8 +242,11 @@ class SessionDriver:
             call(*arguments, self.now)
             for effect in self._session.drain():
                 self._perform(effect)
-        except Exception as error:  # a bug of ours: goes to the caller as it is, never retried
-            self.crash, self.ended = error, True
+        except Exception as error:
+            if self.crash is None:
+                self.crashed(error)
+            else:  # even ending it failed
+                self.ended = True
         self._rearm()
         if self.arrived or self.repairs or self.ended:
             self._news.set()
@@ -289,6 +304,7 @@ class Opening:
 class Generation:
     """One answer as it is written: an async iterator of `Piece`, cancelled when it is left.
 
+    Left means: no longer referred to. Where a name refers to it, `async with` or `aclose` ends it.
     `hops`, `repairs`, `notes` and `seed` tell about it while it runs; `result` is set once it is done.
     Raises what went wrong from `__anext__`: NoRoute, PromptTooLong, GenerationFailed, ...
     """
@@ -302,6 +318,11 @@ class Generation:
 
     def __aiter__(self) -> Generation:
         return self
+
+    @property
+    def over(self) -> bool:
+        """No more pieces will come."""
+        return self._over
 
     @property
     def hops(self) -> tuple[ServedBy, ...]:
