@@ -1,12 +1,15 @@
 """The command line: the composition root. Imports `peer` (and with it torch) only inside the commands that need it.
 
 Results go to stdout, everything else to stderr. Exit codes: 0 done, 1 failed, 2 usage, 130 interrupted.
+Whatever goes wrong outside of this program is one line, `swarm: what happened; what to do`; only our own
+bugs show a traceback.
 """
 
 from __future__ import annotations
 
 import asyncio
 import importlib.metadata
+import importlib.util
 import logging
 import os
 import sys
@@ -17,38 +20,54 @@ import typer
 from rich.console import Console
 
 import swarm
-from swarm.display import chain_line, completion_json, status_json, status_view
-from swarm.errors import SwarmError, UsageError
+from swarm.display import WARNINGS, chain_line, completion_json, status_json, status_view
+from swarm.errors import SwarmError, UnknownModel, UsageError
 from swarm.noise import MAJOR_VERSION
 
 FAILED, USAGE, INTERRUPTED = 1, 2, 130
 WrongUsage = typer.BadParameter.__mro__[1]  # click's UsageError, of the click that this typer brings along
 PIPED_WIDTH = 160  # columns where the output is no terminal, so that no name is cut
+PEER_EXTRA = ("torch", "transformers", "safetensors", "huggingface_hub", "gguf", "psutil")
 
 app = typer.Typer(
     name="swarm",
     help="Run a language model that fits on no single machine here, on spare GPUs that people lend.",
+    epilog="Start with `swarm demo`; `swarm COMMAND --help` explains each command.",
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
+    context_settings={"max_content_width": 100},
 )
 
 T = TypeVar("T")
 Join = Annotated[
     Optional[list[str]],  # noqa: UP045  (typer reads this at run time)
-    typer.Option("--join", metavar="ADDR", help="Address of any peer: host, host:port or PEERID@host:port. May be repeated. "
-                 "Default: SWARM_JOIN, else peers remembered from last time."),
+    typer.Option(
+        "--join",
+        metavar="ADDR",
+        help="Where any peer of the swarm is: host, host:port or PEERID@host:port; the port is 7070 unless "
+        "given. May be repeated. [default: SWARM_JOIN, else peers remembered from last time]",
+    ),
 ]
-Model = Annotated[Optional[str], typer.Option("--model", help="Which model, where several are live.")]  # noqa: UP045
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
+Model = Annotated[
+    Optional[str],  # noqa: UP045
+    typer.Option("--model", metavar="NAME", help="Which model, where the swarm serves several."),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout instead.")]
 
 
 @app.callback(invoke_without_command=True)
 def common(
     context: typer.Context,
-    version: Annotated[bool, typer.Option("--version", help="Show release, protocol, torch and transformers.")] = False,
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="Show the versions of swarm, protocol, torch, transformers; exit."),
+    ] = False,
     log_level: Annotated[
-        str, typer.Option("--log-level", help="How much to tell on stderr: debug, info, warning or error.")
+        str,
+        typer.Option(
+            "--log-level", metavar="LEVEL", help="Tell more on stderr: debug, info, warning, error."
+        ),
     ] = "warning",
 ) -> None:
     if version:
@@ -57,10 +76,17 @@ def common(
     if context.invoked_subcommand is None:
         print(context.get_help())
         raise typer.Exit
-    level = getattr(logging, log_level.upper(), None)
-    if not isinstance(level, int):
-        raise UsageError(f"--log-level takes debug, info, warning or error, got {log_level!r}")
-    logging.basicConfig(stream=sys.stderr, level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    start_logging(log_level)
+
+
+def start_logging(name: str) -> None:
+    """Warnings look like all else that is said here; who asks for more sees when, and from where."""
+    if name.lower() not in ("debug", "info", "warning", "error"):
+        raise UsageError(f"--log-level is one of debug, info, warning, error, got {name!r}")
+    level = getattr(logging, name.upper())
+    quiet = level >= logging.WARNING
+    style = "swarm: %(message)s" if quiet else "%(asctime)s %(levelname)s %(name)s: %(message)s"
+    logging.basicConfig(stream=sys.stderr, level=level, format=style)
 
 
 def version_line() -> str:
@@ -78,19 +104,46 @@ def version_line() -> str:
 
 @app.command()
 def generate(
-    prompt: Annotated[str, typer.Argument(help="What to answer.")],
+    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="The question, or the text to go on with.")],
     join: Join = None,
     model: Model = None,
-    max_tokens: Annotated[Optional[int], typer.Option(help="At most so many new tokens. [default: 512]")] = None,  # noqa: UP045
-    temperature: Annotated[Optional[float], typer.Option(help="0 is greedy. [default: the model's]")] = None,  # noqa: UP045
-    top_k: Annotated[Optional[int], typer.Option(help="Sample among the k likeliest; 0 is off.")] = None,  # noqa: UP045
-    top_p: Annotated[Optional[float], typer.Option(help="Sample among the likeliest that make up p; 1 is off.")] = None,  # noqa: UP045
-    stop: Annotated[Optional[list[str]], typer.Option(help="End the answer before this text. May be repeated.")] = None,  # noqa: UP045
-    seed: Annotated[Optional[int], typer.Option(help="Same seed, same text. [default: a new one, reported]")] = None,  # noqa: UP045
-    raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without the chat template.")] = False,
+    max_tokens: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(metavar="N", help="End after so many new tokens. [default: 512]"),
+    ] = None,
+    temperature: Annotated[
+        Optional[float],  # noqa: UP045
+        typer.Option(
+            metavar="T", help="How daring: 0 always takes the likeliest token. [default: the model's]"
+        ),
+    ] = None,
+    top_k: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(
+            metavar="K", help="Choose among the K likeliest tokens; 0: among all. [default: the model's]"
+        ),
+    ] = None,
+    top_p: Annotated[
+        Optional[float],  # noqa: UP045
+        typer.Option(
+            metavar="P",
+            help="Choose among the likeliest tokens that make up P together; 1: among all. [default: the model's]",
+        ),
+    ] = None,
+    stop: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Option(metavar="TEXT", help="End the answer before this text. May be repeated."),
+    ] = None,
+    seed: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(
+            metavar="N", help="The same seed gives the same text. [default: a new one; --json tells it]"
+        ),
+    ] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Leave out the model's chat template.")] = False,
     json: Json = False,
 ) -> None:
-    """Stream an answer from the swarm."""
+    """Answer a prompt, streamed as it is written."""
     options = {
         "max_tokens": max_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p,
         "stop": stop or (), "seed": seed, "raw": raw,
@@ -98,36 +151,56 @@ def generate(
     run(_generate(prompt, join, model, options, json))
 
 
-async def _generate(prompt: str, join: list[str] | None, model: str | None, options: dict[str, Any], json: bool) -> None:
-    async with swarm.AsyncClient(join or None, model=model) as client, client.stream(prompt, **options) as answer:
-        told = 0
-        async for piece in answer:
-            told = _tell_repairs(answer, told)
-            if not json:
-                print(piece.text, end="", flush=True)
-        done = answer.result
-        assert done is not None
+async def _generate(
+    prompt: str, join: list[str] | None, model: str | None, options: dict[str, Any], json: bool
+) -> None:
+    client = swarm.AsyncClient(join or None, model=model)
+    answer = client.stream(prompt, **options)  # a wrong option is told before anybody is dialled
+    async with client, answer:
         if json:
-            print(completion_json(done))
+            await _follow(answer, show=False)
+            assert answer.result is not None
+            print(completion_json(answer.result))
             return
-        print()
-        for note in done.notes:
+        await _follow(answer, show=True)
+        assert answer.result is not None
+        for note in answer.result.notes:
             say(note)
-        say(
-            f"{done.usage.completion_tokens} tokens, {done.timing.tokens_per_s:.1f} tokens/s, first after "
-            f"{done.timing.ttft_s:.2f} s, via {chain_line(done.hops)}"
-        )
+        say(_summary(answer.result))
 
 
-def _tell_repairs(answer: swarm.Generation, told: int) -> int:
-    for repair in answer.repairs[told:]:
-        say(f"\nrepaired after token {repair.at_token}: {repair.reason}; now {chain_line(repair.after)}")
-    return len(answer.repairs)
+async def _follow(answer: swarm.Generation, show: bool) -> None:
+    """Read an answer to its end; `show` writes its text, and ends the line even where it breaks off."""
+    told, written = 0, False
+    try:
+        async for piece in answer:
+            for repair in answer.repairs[told:]:
+                lead = "\n" if show else ""
+                say(
+                    f"{lead}repaired after token {repair.at_token}: {repair.reason}; now {chain_line(repair.after)}"
+                )
+            told = len(answer.repairs)
+            if show:
+                print(piece.text, end="", flush=True)
+                written = True
+    finally:
+        if written:
+            print(flush=True)
+
+
+def _summary(done: swarm.Completion) -> str:
+    return (
+        f"{done.usage.completion_tokens} tokens, {done.timing.tokens_per_s:.1f} tokens/s, first after "
+        f"{done.timing.ttft_s:.2f} s, via {chain_line(done.hops)}"
+    )
 
 
 @app.command()
 def status(join: Join = None, model: Model = None, json: Json = False) -> None:
-    """Show peers, coverage, and whether a chain can be built now (exit 0 if so, 1 if not)."""
+    """Show the peers, who holds which layers, and whether an answer is possible now.
+
+    Exit code 0 if a whole chain of peers can be built for each model shown, 1 if not.
+    """
     models = run(_status(join, model))
     if json:
         print(status_json(models))
@@ -145,34 +218,95 @@ async def _status(join: list[str] | None, model: str | None) -> tuple[Any, ...]:
 # ---------------------------------------------------------------- peer, demo
 
 
-@app.command()
+@app.command(epilog=WARNINGS)
 def peer(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A directory in Hugging Face layout, a hub id, or smollm2.")],
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="A directory in Hugging Face layout, an id on the Hugging Face hub (org/name), or smollm2, a "
+            "small one to try with.",
+        ),
+    ],
     join: Join = None,
-    host: Annotated[Optional[str], typer.Option(help="Bind this address only. [default: all interfaces]")] = None,  # noqa: UP045
-    port: Annotated[Optional[int], typer.Option(help="[default: the next free one from 7070]")] = None,  # noqa: UP045
+    host: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(metavar="HOST", help="Listen on this address only. [default: on all of this machine]"),
+    ] = None,
+    port: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(metavar="PORT", help="Listen on this port. [default: the next free one from 7070]"),
+    ] = None,
     announce: Annotated[
-        Optional[list[str]], typer.Option(help="host:port that others should dial. May be repeated.")  # noqa: UP045
+        Optional[list[str]],  # noqa: UP045
+        typer.Option(
+            metavar="HOST:PORT",
+            help="Where others reach this peer, if not at its own addresses (behind a router). May be repeated.",
+        ),
     ] = None,
     memory: Annotated[
         Optional[str],  # noqa: UP045
-        typer.Option(help="What to use at most: 6GB, 800MiB, 75%. [default: 90% of free device memory, on CPU half]"),
+        typer.Option(
+            metavar="SIZE",
+            help="Use at most this: 6GB, 800MiB, or 75% of what is free. [default: 90% of a GPU's free memory; "
+            "on a CPU half of what is available]",
+        ),
     ] = None,
-    layers: Annotated[Optional[str], typer.Option(metavar="A:B", help="Serve layers A to B-1. [default: chosen]")] = None,  # noqa: UP045
-    device: Annotated[Optional[str], typer.Option(help="cpu, cuda, cuda:1, mps. [default: the best there is]")] = None,  # noqa: UP045
+    layers: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(
+            metavar="A:B",
+            help="Serve these layers: 0:12 is the first twelve. [default: chosen, where the swarm is weakest]",
+        ),
+    ] = None,
+    device: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(metavar="DEVICE", help="cpu, cuda, cuda:N or mps. [default: the best one here]"),
+    ] = None,
     dtype: Annotated[
         Optional[str],  # noqa: UP045
-        typer.Option(help="float32, bfloat16, float16. [default: float32 on CPU, else the model's]"),
+        typer.Option(
+            metavar="TYPE",
+            help="Compute in float32, bfloat16 or float16. [default: float32 on a CPU, else as the model is stored]",
+        ),
     ] = None,
-    threads: Annotated[Optional[int], typer.Option(help="CPU threads to compute with. [default: physical cores]")] = None,  # noqa: UP045
-    name: Annotated[Optional[str], typer.Option(help="What others see. [default: the host's name]")] = None,  # noqa: UP045
-    served_name: Annotated[Optional[str], typer.Option(help="The model's name in the swarm. [default: from MODEL]")] = None,  # noqa: UP045
-    max_sessions: Annotated[int, typer.Option(help="Generations at a time.")] = 8,
-    context: Annotated[Optional[int], typer.Option(help="Positions one session may have. [default: what fits]")] = None,  # noqa: UP045
-    new: Annotated[bool, typer.Option("--new", help="Start with a new identity.")] = False,
-    revision: Annotated[Optional[str], typer.Option(help="Branch, tag or commit of a hub model.")] = None,  # noqa: UP045
+    threads: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(metavar="N", help="CPU threads to compute with. [default: as many as physical cores]"),
+    ] = None,
+    name: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(metavar="NAME", help="What others see this peer called. [default: the machine's name]"),
+    ] = None,
+    served_name: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(metavar="NAME", help="What the swarm calls the model. [default: from MODEL]"),
+    ] = None,
+    max_sessions: Annotated[int, typer.Option(metavar="N", help="Generations at a time.")] = 8,
+    context: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(
+            metavar="N",
+            help="Tokens that one generation may have here, prompt included. [default: the model's limit, at most "
+            "4096]",
+        ),
+    ] = None,
+    new: Annotated[
+        bool,
+        typer.Option(
+            "--new", help="Start with an identity of its own, never used before. [default: the first free]"
+        ),
+    ] = False,
+    revision: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(metavar="REV", help="Branch, tag or commit of a model on the hub. [default: main]"),
+    ] = None,
 ) -> None:
-    """Serve some layers of MODEL to the swarm."""
+    """Serve some layers of MODEL to a swarm, until Ctrl-C.
+
+    Without --join, SWARM_JOIN or remembered peers it begins a swarm of its own. It prints the line with
+    which another machine joins.
+    """
     from peer.service import PeerOptions, serve
 
     options = PeerOptions(
@@ -180,33 +314,55 @@ def peer(
         memory=memory, layers=layers, device=device, dtype=dtype, threads=threads, name=name,
         served_name=served_name, max_sessions=max_sessions, context=context, new=new, revision=revision,
     )  # fmt: skip
+    options.check()
+    require_peer_extra()
     raise typer.Exit(serve(options, run))
 
 
 @app.command()
 def demo(
-    prompt: Annotated[Optional[str], typer.Argument(help="What to ask.")] = None,  # noqa: UP045
-    json: Annotated[bool, typer.Option("--json", help="Print the summary as one JSON object, as the last line.")] = False,
+    prompt: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Argument(metavar="PROMPT", help="What to ask. [default: Why is the sky blue?]"),
+    ] = None,
+    json: Annotated[
+        bool, typer.Option("--json", help="Print the summary as one JSON object, the last line on stdout.")
+    ] = False,
 ) -> None:
-    """A real swarm on this machine: five peers, one answer, one of them killed on the way."""
+    """A real swarm on this machine: five peers, one answer, one of them killed on the way.
+
+    Downloads a small model (93 MB) on its first run. Exit code 0 if the answer survived word for word,
+    3 if it ended before the kill.
+    """
+    require_peer_extra()
     from peer.demo import run_demo
 
     raise typer.Exit(run(run_demo(prompt, json)))
 
 
+def require_peer_extra() -> None:
+    """Raises SwarmError at once, rather than when the first missing library is needed."""
+    missing = [name for name in PEER_EXTRA if importlib.util.find_spec(name) is None]
+    if missing:
+        raise SwarmError(
+            f"{', '.join(missing)} not installed, which a peer needs; in LayerSwarm's directory run: "
+            "pip install -e '.[peer]'"
+        )
+
+
 TODAY = {
-    "run": 'swarm generate "PROMPT" answers one prompt; swarm demo starts a whole swarm here',
+    "run": 'swarm generate "PROMPT" answers one prompt, and swarm demo shows a whole swarm on this machine',
     "chat": 'swarm generate "PROMPT" answers one prompt; from Python, Client.stream takes a list of messages',
     "serve": "swarm peer MODEL serves layers of a model to a swarm",
 }
 
 
 def _not_yet(verb: str) -> None:
-    @app.command(
-        verb, hidden=True, context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
-    )
+    settings = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+
+    @app.command(verb, hidden=True, context_settings=settings)
     def answer() -> None:
-        raise UsageError(f"there is no `swarm {verb}` yet. What exists today: {TODAY[verb]}")
+        raise UsageError(f"there is no `swarm {verb}` yet; today {TODAY[verb]}")
 
 
 for _verb in TODAY:
@@ -237,31 +393,36 @@ def run(work: Coroutine[Any, Any, T]) -> T:
 
 
 def main() -> None:
-    sys.exit(_exit_code())
+    sys.exit(exit_code())
 
 
-def _exit_code() -> int:
+def exit_code(arguments: list[str] | None = None) -> int:
+    """Run one command, `sys.argv` unless given, and say in one line what went wrong."""
     try:
-        return app(standalone_mode=False) or 0
+        return app(arguments, prog_name="swarm", standalone_mode=False) or 0
     except WrongUsage as error:
-        error.show(file=sys.stderr)
-        return USAGE
-    except UsageError as error:
-        say(f"swarm: {error}")
+        say(f"swarm: {wrong_usage(error)}")
         return USAGE
     except SwarmError as error:
         say(f"swarm: {error}")
-        return FAILED
-    except ModuleNotFoundError as error:
-        if error.name not in ("torch", "transformers", "safetensors", "psutil", "huggingface_hub", "gguf"):
-            raise
-        say(f"swarm: {error.name} isn't installed; to run a peer: pip install 'layerswarm[peer]'")
-        return FAILED
+        # the swarm lacks that model: nothing is wrong with the command
+        return USAGE if isinstance(error, UsageError) and not isinstance(error, UnknownModel) else FAILED
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED
-    except BrokenPipeError:
+    except BrokenPipeError:  # whoever read stdout has had enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
+    except OSError as error:
+        logging.getLogger("swarm.cli").debug("failed", exc_info=error)
+        say(f"swarm: {': '.join(str(fact) for fact in (error.filename, error.strerror) if fact) or error}")
+        return FAILED
+
+
+def wrong_usage(error: Any) -> str:
+    """What typer has to say of a wrong command line, as one line in our words."""
+    text = " ".join(error.format_message().split()).rstrip(".")
+    command = error.ctx.command_path if error.ctx is not None else "swarm"
+    return f"{text[:1].lower()}{text[1:]}; see: {command} --help"
 
 
 if __name__ == "__main__":

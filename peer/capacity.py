@@ -12,7 +12,8 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -43,13 +44,27 @@ _UNITS |= {f"{letter}I{end}": 1024**n for n, letter in enumerate("KMGT", 1) for 
 # ---------------------------------------------------------------- arithmetic
 
 
-def parse_memory(text: str, available: int) -> int:
-    """Bytes of `6GB`, `800MiB`, `75%` (of `available`). Raises UsageError; CapacityError above `available`."""
+def check_memory(text: str | None) -> None:
+    """Raises UsageError for what can't be an amount of memory on any machine."""
+    if text is not None:
+        _amount(text)
+
+
+def _amount(text: str) -> tuple[float, str]:
+    """A number and its unit, in capitals."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*|%)\s*", text)
-    unit = match and match[2].upper()
+    unit = match[2].upper() if match else ""
     if match is None or (unit != "%" and unit not in _UNITS):
         raise UsageError(f"--memory is written as 6GB, 800MiB or 75%, got {text!r}")
     number = float(match[1])
+    if number == 0 or (unit == "%" and number > 100):
+        raise UsageError(f"--memory is more than nothing and at most 100%, got {text!r}")
+    return number, unit
+
+
+def parse_memory(text: str, available: int) -> int:
+    """Bytes of `6GB`, `800MiB`, `75%` (of `available`). Raises UsageError; CapacityError above `available`."""
+    number, unit = _amount(text)
     wanted = int(number / 100 * available) if unit == "%" else int(number * _UNITS[unit])
     if wanted > available:
         raise CapacityError(f"--memory {text} asks for {show(wanted)}, {show(available)} are free")
@@ -188,11 +203,16 @@ def pick_context(wanted: int | None, model_limit: int | None) -> int:
     return wanted
 
 
+def check_dtype(wanted: str | None) -> None:
+    """Raises UsageError for an unknown one."""
+    if wanted is not None and wanted not in DTYPES:
+        raise UsageError(f"--dtype is one of {', '.join(DTYPES)}, got {wanted!r}")
+
+
 def pick_dtype(wanted: str | None, device: str, checkpoint: str | None) -> str:
     """float32 on a CPU, the checkpoint's own on an accelerator. Raises UsageError for an unknown one."""
+    check_dtype(wanted)
     if wanted is not None:
-        if wanted not in DTYPES:
-            raise UsageError(f"--dtype is one of {', '.join(DTYPES)}, got {wanted!r}")
         return wanted
     if device == "cpu":
         return "float32"
@@ -279,6 +299,21 @@ def memory_budget(text: str | None, device: str, free: int) -> int:
     return int(free * (ACCELERATOR_SHARE if device.startswith("cuda") else CPU_SHARE))
 
 
+@contextmanager
+def told_when_out_of_memory(span: Span) -> Iterator[None]:
+    """Whatever torch or Python says when memory ends, as a CapacityError."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        text = str(error)
+        if isinstance(error, RuntimeError) and not re.search(r"out of memory|can't allocate memory", text):
+            raise
+        raise CapacityError(
+            f"memory ran out while layers {span} were loaded ({(text.splitlines() or ['no details'])[0][:200]}); "
+            "something else took it: ask for less with --memory, or for fewer --layers"
+        ) from error
+
+
 # ---------------------------------------------------------------- the machine: devices
 
 
@@ -293,13 +328,18 @@ class DeviceChoice:
     idle: tuple[str, ...] = ()
 
 
+def check_device(requested: str | None) -> None:
+    """Raises UsageError for what is no device on any machine."""
+    if not re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", (requested or "auto").lower()):
+        raise UsageError(f"--device is one of cpu, cuda, cuda:N, mps, got {requested!r}")
+
+
 def describe_device(requested: str | None = None) -> DeviceChoice:
     """The device to use. Raises UsageError if the requested one isn't here or isn't known."""
+    check_device(requested)
     import torch
 
     wanted = (requested or "auto").lower()
-    if not re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", wanted):
-        raise UsageError(f"--device is one of cpu, cuda, cuda:N, mps, got {requested!r}")
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if wanted.startswith("cuda") or (wanted == "auto" and gpus):
         return _cuda_device(wanted, gpus)

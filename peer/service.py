@@ -24,6 +24,21 @@ from dataclasses import dataclass
 from typing import Any
 
 import swarm
+from peer.capacity import (
+    check_device,
+    check_dtype,
+    check_memory,
+    describe_device,
+    free_memory,
+    memory_budget,
+    numerics_class,
+    physical_cores,
+    pick_dtype,
+    plan_memory,
+    show,
+    told_when_out_of_memory,
+    torch_dtype,
+)
 from peer.checkpoint import Progress, no_progress
 from peer.hop import HopConfig
 from peer.local import EXIT_WITH_STDIN
@@ -31,6 +46,7 @@ from peer.progress import terminal_progress
 from routing.estimates import compute_s
 from routing.placement import Claim, NothingFits, choose_span, recheck
 from routing.spans import Span
+from swarm.display import WARNINGS
 from swarm.errors import MessageError, UsageError
 from swarm.messages import Files, GetFiles, Message
 from swarm.node import Node
@@ -40,14 +56,17 @@ from swarm.tensors import RawTensor
 from swarm.transport import Stream, Transport, parse_address
 from swarm.wire import Priority
 
-LONGEST_DELAY_S = 1.0   # before choosing, where others are: so that those who start together don't choose together
-SPREADING_S = 1.0       # in which a change reaches a small swarm (gossip's own pace: about 0.1 s a round)
-DRAIN_S = 25.0          # open sessions have so long to move before they are left to their clients' repair
-FIGURES_S = 1.0         # how often load and speed are brought up to date for the next heartbeat
-MAX_ADDRESSES = 8       # of a descriptor (protocol.md)
-
-NOTICE = """Before you lend this machine: every peer in a chain can learn the prompt and the answer that pass through it;
-anyone who can reach this port may use this peer; nothing is reported to anyone else."""
+LONGEST_DELAY_S = (
+    1.0  # before choosing, where others are: so that those who start together don't choose together
+)
+SPREADING_S = 1.0  # in which a change reaches a small swarm (gossip's own pace: about 0.1 s a round)
+DRAIN_S = 25.0  # open sessions have so long to move before they are left to their clients' repair
+FIGURES_S = 1.0  # how often load and speed are brought up to date for the next heartbeat
+CLOSE_S = 2.0  # for sockets and threads after an interrupted start; then the process ends anyway
+MAX_ADDRESSES = 8  # of a descriptor (protocol.md), as are the next two
+MAX_NAME = 32
+MAX_MODEL_NAME = 96
+INTERRUPTED = 130  # exit code
 
 
 @dataclass(frozen=True)
@@ -76,14 +95,22 @@ class PeerOptions:
         """Raises UsageError for what can be told without looking at anything."""
         if self.layers is not None:
             self.span()
-        if self.threads is not None and self.threads < 1:
-            raise UsageError(f"--threads must be at least 1, got {self.threads}")
+        cpus = os.cpu_count() or 1
+        if self.threads is not None and not 1 <= self.threads <= cpus:
+            raise UsageError(
+                f"--threads lies between 1 and the {cpus} CPUs of this machine, got {self.threads}"
+            )
         if self.max_sessions < 1:
             raise UsageError(f"--max-sessions must be at least 1, got {self.max_sessions}")
         if self.context is not None and self.context < 2:
             raise UsageError(f"--context must be at least 2, got {self.context}")
         if self.port is not None and not 0 <= self.port < 1 << 16:
             raise UsageError(f"--port lies between 0 (any) and 65535, got {self.port}")
+        check_memory(self.memory)
+        check_device(self.device)
+        check_dtype(self.dtype)
+        _check_name("--name", self.name, MAX_NAME)
+        _check_name("--served-name", self.served_name, MAX_MODEL_NAME)
         for address in (*self.join, *self.announce):
             parse_address(address)
 
@@ -96,11 +123,16 @@ class PeerOptions:
             raise UsageError(f"--layers: {error}") from None
 
 
+def _check_name(option: str, name: str | None, most: int) -> None:
+    if name is not None and not (name and len(name) <= most and name.isprintable()):
+        raise UsageError(f"{option} takes 1 to {most} printable characters, got {name[:120]!r}")
+
+
 class PeerService:
     """One peer, from nothing to serving and back.
 
     say: one line for the person who runs it. progress: of downloads, hashing and loading.
-    Raises SwarmError from `start`, and then nothing is left behind.
+    Raises SwarmError from `start`, and then nothing is left behind, no claim in the registry either.
     """
 
     def __init__(
@@ -121,6 +153,7 @@ class PeerService:
         self.config = HopConfig()
         self._beat: asyncio.Task[None] | None = None
         self._sessions = 0
+        self._published = False
 
     # ------------------------------------------------------------ start
 
@@ -141,7 +174,7 @@ class PeerService:
         options = self._options
         self._dir: PeerDir = self._stack.enter_context(self._state.lock_peer(new=options.new))
         if self._state.first_start():
-            self._say(NOTICE)
+            self._say(WARNINGS)
         known = self._state.known_hosts(options.network)
         self.transport = Transport(self._dir.identity, options.network, known_hosts=known)
         self._stack.push_async_callback(self.transport.close)
@@ -168,9 +201,6 @@ class PeerService:
 
     def _size_up(self) -> None:
         """What of the model would fit here, told in a few lines. Imports torch, so it runs in a thread."""
-        from peer.capacity import (
-            describe_device, free_memory, memory_budget, numerics_class, physical_cores, pick_dtype, plan_memory, show,
-        )  # fmt: skip
         from peer.model import check_supported
 
         options, config = self._options, self.source.config
@@ -196,7 +226,9 @@ class PeerService:
             self._say(f"         {self.device.reason}")
         if self.device.idle:
             more = " and ".join(self.device.idle)
-            self._say(f"         {more} idle: start one more `swarm peer ... --device {self.device.idle[0]}` for each")
+            self._say(
+                f"         {more} idle: start one more `swarm peer ... --device {self.device.idle[0]}` for each"
+            )
         layer = self.plan.prices(Span(self.source.layers // 2, self.source.layers // 2 + 1))
         self._say(f"memory   {show(free)} free, {show(budget)} to use; {show(layer)} of weights per layer")
 
@@ -226,8 +258,6 @@ class PeerService:
         self._say_claim(self._why())
 
     def _say_claim(self, why: str) -> None:
-        from peer.capacity import show
-
         weights, kv = self.plan.prices(self.span), self.kv_tokens * self.plan.kv_bytes(self.span)
         self._say(f"layers   {self.span} of {self.source.layers} ({why})")
         self._say(f"         {show(weights)} of weights, {show(kv)} of KV for {self.kv_tokens} tokens")
@@ -250,7 +280,8 @@ class PeerService:
                 tokens_per_s=entry.heartbeat.tokens_per_s or None,
             )
             for entry in entries
-            if entry.descriptor.peer != self.transport.identity.peer_id and entry.heartbeat.state != "draining"
+            if entry.descriptor.peer != self.transport.identity.peer_id
+            and entry.heartbeat.state != "draining"
         ]
 
     def _why(self) -> str:
@@ -283,6 +314,7 @@ class PeerService:
             device=self.device.name[:48],
             release=swarm.__version__,
         )
+        self._published = True
         published = await self.node.publish(descriptor, Load(state="loading"))
         return Claim(published.peer, span, published.seq, settled=False)
 
@@ -304,16 +336,18 @@ class PeerService:
         if self._options.announce:
             return [str(parse_address(text)) for text in self._options.announce][:MAX_ADDRESSES]
         port = self.transport.port
-        hosts = [self._options.host] if self._options.host else own_hosts()
+        host = self._options.host
+        hosts = own_hosts() if host is None or _is_unspecified(host) else [host]
         return [f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host in hosts][:MAX_ADDRESSES]
 
     # ------------------------------------------------------------ load and serve
 
     async def _load(self) -> None:
         """Weights into memory, KV taken, one trial of everything. Torch works in the engine's thread."""
-        await asyncio.to_thread(importlib.import_module, "peer.engine")  # torch: 5 s in which the loop goes on
+        await asyncio.to_thread(
+            importlib.import_module, "peer.engine"
+        )  # torch: 5 s in which the loop goes on
         from peer.cache import KvPool
-        from peer.capacity import torch_dtype
         from peer.engine import Engine, EngineConfig, measure_speed, measure_workspace
         from peer.weights import load_span, span_tensors
 
@@ -328,13 +362,14 @@ class PeerService:
         def loading(done: int, total: int) -> None:
             self._progress(f"loading layers {span}", done, total)
 
-        model = await self.engine.call(lambda: load_span(source, span, dtype, device, loading))
-        self.engine.model = model
-        self.pool = KvPool(span, model.kv, self.kv_tokens, dtype=model.dtype, device=model.device)
-        await self.engine.call(self.pool.rehearse)
-        workspace = await self.engine.call(lambda: measure_workspace(model, self.config.prefill_chunk))
-        plan.check_workspace(span, workspace)
-        self.speed = await self.engine.call(lambda: measure_speed(model))
+        with told_when_out_of_memory(span):
+            model = await self.engine.call(lambda: load_span(source, span, dtype, device, loading))
+            self.engine.model = model
+            self.pool = KvPool(span, model.kv, self.kv_tokens, dtype=model.dtype, device=model.device)
+            await self.engine.call(self.pool.rehearse)
+            workspace = await self.engine.call(lambda: measure_workspace(model, self.config.prefill_chunk))
+            plan.check_workspace(span, workspace)
+            self.speed = await self.engine.call(lambda: measure_speed(model))
 
     async def _serve(self) -> None:
         from peer.server import Server, Serving
@@ -393,15 +428,30 @@ class PeerService:
         self.server.draining = True
         self.node.heartbeat(self._load_now("draining"))
         await self.server.drain(within_s)
-        await self.node.leave()
         await self.close()
 
+    async def leave(self) -> None:
+        """The signed goodbye, where a claim was published. Harmless when repeated."""
+        if self._published:
+            self._published = False
+            await self.node.leave()
+
     async def close(self) -> None:
+        """Leave, then stop whatever was begun; a step or a tensor being loaded is waited for."""
+        await self.leave()
         if self._beat is not None:
             self._beat.cancel()
             await asyncio.gather(self._beat, return_exceptions=True)
             self._beat = None
         await self._stack.aclose()
+
+
+def _is_unspecified(host: str) -> bool:
+    """0.0.0.0 and its like: fine to listen on, nothing to dial."""
+    try:
+        return ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        return False  # a name
 
 
 def own_hosts() -> list[str]:
@@ -425,7 +475,9 @@ def own_hosts() -> list[str]:
 def serve(options: PeerOptions, run: Callable[[Coroutine[Any, Any, int]], int]) -> int:
     """Be a peer until told to stop; returns the exit code. Raises SwarmError if it can't start."""
     options.check()
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # idle peers must not spin; read when torch is imported
+    os.environ.setdefault(
+        "OMP_WAIT_POLICY", "PASSIVE"
+    )  # idle peers must not spin; read when torch is imported
     if os.environ.get(EXIT_WITH_STDIN):
         threading.Thread(target=_exit_with_stdin, daemon=True).start()
     return run(_serve_until_told(options))
@@ -445,20 +497,30 @@ async def _serve_until_told(options: PeerOptions) -> int:
         starting = asyncio.create_task(service.start())
         stopping = asyncio.create_task(told.wait())
         await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        if not starting.done():
-            starting.cancel()
-            await asyncio.gather(starting, return_exceptions=True)
+        if starting.done() and not (told.is_set() and starting.exception()):
+            starting.result()
+            _announce(service)
+            await stopping
+            _say(_leaving(service.server.sessions))
+            await service.drain()
             return 0
-        starting.result()
-        _announce(service)
-        await stopping
-        _say(f"leaving: no new sessions, {service.server.sessions} open have {DRAIN_S:.0f} s; Ctrl-C again to exit at once")
-        await service.drain()
-    return 0
+        starting.cancel()
+        await asyncio.wait({starting}, timeout=CLOSE_S)
+    _say("stopped before it served")
+    os._exit(INTERRUPTED)  # a thread may be amid a download or an import, and can't be told to stop
+
+
+def _leaving(sessions: int) -> str:
+    if not sessions:
+        return "leaving: nobody is served now"
+    return (
+        f"leaving: no new sessions, the {sessions} open ones have {DRAIN_S:.0f} s to move to other peers; "
+        "Ctrl-C again to exit at once"
+    )
 
 
 def _announce(service: PeerService) -> None:
-    _say("serving; another machine joins with:")
+    _say("serving until Ctrl-C; another machine joins with:")
     print(f"swarm peer {service.model} --join {service.address}", flush=True)
 
 
@@ -468,18 +530,19 @@ def _say(text: str) -> None:
 
 @contextlib.contextmanager
 def _signals(told: asyncio.Event) -> Iterator[None]:
-    """SIGINT and SIGTERM: the first asks to leave, the second leaves."""
+    """SIGINT and SIGTERM: the first asks to leave, the second leaves, whatever the loop is doing."""
     loop = asyncio.get_running_loop()
+    asked = False
 
-    def handle() -> None:
-        if told.is_set():
-            os._exit(130)
-        told.set()
+    def handle(*_: object) -> None:
+        nonlocal asked
+        if asked:
+            os._exit(INTERRUPTED)
+        asked = True
+        loop.call_soon_threadsafe(told.set)  # works on Windows too
 
     numbers = (signal.SIGINT, signal.SIGTERM)
-    before = {number: signal.getsignal(number) for number in numbers}
-    for number in numbers:
-        signal.signal(number, lambda *_: loop.call_soon_threadsafe(handle))  # works on Windows too
+    before = {number: signal.signal(number, handle) for number in numbers}
     try:
         yield
     finally:

@@ -14,6 +14,9 @@ from routing.spans import Span
 from swarm.chains import ModelStatus, PeerStatus
 from swarm.generation import Completion, ServedBy
 
+WARNINGS = """Before you lend this machine: every peer in a chain can learn the prompt and the answer that pass through it;
+anyone who can reach this port may use this peer; nothing is reported to anyone."""
+
 BAR_COLUMNS = 40  # a bar of a cell per layer up to here; beyond it, layers share cells
 STATE_STYLE = {"serving": "green", "loading": "yellow", "draining": "magenta"}
 
