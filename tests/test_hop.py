@@ -440,6 +440,8 @@ class HopMachine(RuleBasedStateMachine):
                     self.job = effect
                 case SendStep():
                     self._next_hop_gets(effect)
+                case EnsureLink(epoch):
+                    self.network.insert(0, epoch)
                 case Free():
                     self.opened = False
 
@@ -464,10 +466,11 @@ class HopMachine(RuleBasedStateMachine):
         steps: list[tuple[int | None, int, int]] = []
         for position in range(have, at, 3):
             steps.append((None, position, min(position + 3, at)))
-        steps.append((0, at, len(self.ids)))
+        starts = range(at, len(self.ids), 2)
+        steps += [(n, position, min(position + 2, len(self.ids))) for n, position in enumerate(starts)]
         for round_, start, stop in steps:
             rows = [self.row(self.epoch, position) for position in range(start, stop)]
-            step = Step(epoch=self.epoch, round=round_, position=start, sample=round_ is not None)
+            step = Step(epoch=self.epoch, round=round_, position=start, sample=stop == len(self.ids))
             self.network.append((self.epoch, step, rows))
 
     def _next_hop_gets(self, step: SendStep) -> None:
@@ -503,19 +506,25 @@ class HopMachine(RuleBasedStateMachine):
         self.rewound_to = position if self.rewound_to is None else min(position, self.rewound_to)
         self.client_starts_an_epoch(False)
 
-    @precondition(lambda self: self.network)
-    @rule(which=st.integers(0, 99), again=st.booleans())
-    def something_arrives(self, which: int, again: bool) -> None:
-        """Mostly the oldest, so that things get done; sometimes any."""
-        index = 0 if which < 70 else which % len(self.network)
-        message = self.network[index] if again else self.network.pop(index)
-        if isinstance(message, tuple):
+    @rule(turns=st.lists(st.tuples(st.integers(0, 99), st.booleans()), min_size=1, max_size=6))
+    def some_things_arrive(self, turns: list[tuple[int, bool]]) -> None:
+        """Mostly the oldest first, so that things get done; sometimes any, and it may come again."""
+        for which, again in turns:
+            if self.network:
+                index = 0 if which < 80 else which % len(self.network)
+                message = self.network[index] if again and which >= 60 else self.network.pop(index)
+                self._arrives(message)
+                self.drain()
+
+    def _arrives(self, message: Any) -> None:
+        if isinstance(message, int):
+            self.hop.link_up(message, 0.0)
+        elif isinstance(message, tuple):
             epoch, step, rows = message
             if self.hop.accepts(epoch) == "now":
                 self.hop.receive_step(FIRST, epoch, step, rows, 0.0)
         else:
             self.hop.receive(message, 0.0)
-        self.drain()
 
     @precondition(lambda self: self.network)
     @rule(which=st.integers(0, 99))
@@ -538,14 +547,9 @@ class HopMachine(RuleBasedStateMachine):
             self.hop.computed(job, [-row for row in list(job.payload)], None, 0.0)
         self.drain()
 
-    @rule(back=st.integers(0, 1))
-    def the_link_stands(self, back: int) -> None:
-        self.hop.link_up(self.hop.epoch - back, 0.0)
-        self.drain()
-
     @rule(back=st.integers(0, 3))
     def the_link_breaks(self, back: int) -> None:
-        if back:
+        if self.hop.epoch > 0:
             self.hop.link_down(self.hop.epoch - back, "reset", 0.0)
             self.drain()
 
@@ -560,5 +564,5 @@ class HopMachine(RuleBasedStateMachine):
         assert bool(self.ledger.held) != self.hop.finished
 
 
-HopMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=60, deadline=None)
+HopMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
 TestHopMachine = HopMachine.TestCase
