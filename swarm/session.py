@@ -343,6 +343,7 @@ class Session:
         self._granted = 0
         self._opened_at = 0.0
         self._progress_at = 0.0  # last token or sign of progress
+        self._owed_since: float | None = None  # when the ring got to make the next token
         self._chunks = 0  # of the replay that the first token waits for
         # clocks: None when not running
         self._overdue_at: float | None = None
@@ -415,7 +416,7 @@ class Session:
             self._granted = wanted
             self._send_credit()
             if blocked:
-                self._progress(now)
+                self._owe(now)
 
     def cancel(self, now: float) -> None:
         """Stop, and free what the hops hold."""
@@ -453,7 +454,7 @@ class Session:
         elif lost:
             self._trouble(SwarmError("this client was offline"), now)
         else:
-            self._arm_opening(now) if self.phase is Phase.OPENING else self._progress(now)
+            self._arm_opening(now) if self.phase is Phase.OPENING else self._owe(now)
             if self.phase in (Phase.RESUMING, Phase.RUNNING):
                 self._send_credit()
 
@@ -611,7 +612,7 @@ class Session:
             self._send(key, self._resume_message(index, has[index], next_has, resume_at))
         chunk = self._config.chunk
         self._chunks = -(-(resume_at - min(has)) // chunk) + -(-(len(self._ids) - resume_at) // chunk)
-        self._progress(now)
+        self._owe(now)
 
     def _resume_message(self, index: int, have: int, next_has: int, resume_at: int) -> Resume:
         resume = Resume(self._epoch, have, next_has, resume_at)
@@ -688,13 +689,13 @@ class Session:
             self._end(Phase.DONE, message.finish)
             return
         self._enter(Phase.RUNNING)
-        self._progress(now)
+        self._owe(now)
 
     def _note_time(self, now: float) -> None:
-        if self._inquiry is None and self._overdue_at is not None:
+        if self._owed_since is not None:
             kind = "step" if self.phase is Phase.RUNNING else "chunk"
             steps = 1 if kind == "step" else max(1, self._chunks)
-            self._timings.saw(kind, (now - self._progress_at) / steps)
+            self._timings.saw(kind, (now - self._owed_since) / steps)
 
     def _send_credit(self) -> None:
         self._send(self._keys[-1], Credit(self._epoch, self._granted, len(self._ids)))
@@ -708,12 +709,18 @@ class Session:
         self._overdue_at = now + wait
         self._stretch_until = now + wait * WORKING_STRETCH
 
+    def _owe(self, now: float) -> None:
+        """From now on the next token is owed, if there is credit for it."""
+        owed = self.phase in (Phase.RESUMING, Phase.RUNNING) and len(self._ids) < self._granted
+        self._owed_since = now if owed else None
+        self._progress(now)
+
     def _progress(self, now: float) -> None:
-        """A token came, or the ring is shown to move: what is owed next is owed from now on."""
+        """The ring is shown to move: a whole deadline again for what is owed."""
         self._inquiry = None
         self._progress_at = now
-        if self.phase not in (Phase.RESUMING, Phase.RUNNING) or len(self._ids) >= self._granted:
-            self._overdue_at = None  # nothing is owed
+        if self._owed_since is None:
+            self._overdue_at = None
             return
         assert self._plan_now is not None
         step_s = self._plan_now.step_s
@@ -725,7 +732,7 @@ class Session:
         """Slow is not dead: extend, and start over where the figure shows progress."""
         if self.phase is Phase.OPENING or self._overdue_at is None:
             return
-        if message.length > self._figures.get(key, -1):
+        if message.length > self._figures.setdefault(key, message.length):
             self._figures[key] = message.length
             self._stretch_until = max(self._stretch_until, now + (self._stretch_until - self._progress_at))
             self._progress_at = now
