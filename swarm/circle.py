@@ -11,6 +11,7 @@ Pure: randomness is passed in, time is an argument, and the answer is what to do
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ RETRY_ALONE_S = 2.0  # the same for somebody without any neighbour
 ROTATE_S = 60.0  # between random dials
 HEAL_S = 60.0  # between tries of an old address
 FIRST_HEAL_S = 5.0  # the same at first for somebody without any neighbour; doubles up to HEAL_S
+TRIES_ALONE = 3  # old addresses tried at once by somebody without any neighbour
 MAX_ADDRESSES = 256  # old addresses held; the oldest go first, those given by the user last
 
 
@@ -62,16 +64,25 @@ Action: TypeAlias = Reach | ReachAddress | Drop
 Role: TypeAlias = Literal["peer", "client"]
 
 
+@dataclass
+class _Place:
+    """An address of this swarm. peer: who was there last."""
+
+    peer: PeerId | None
+    tried_at: float
+
+
 class Circle:
     def __init__(self, own: PeerId | None, role: Role, rng: random.Random, now: float) -> None:
         self._own, self._rng = own, rng
         self._keep = KEPT_NEIGHBOURS if role == "peer" else KEPT_SOURCES
-        self._addresses: dict[str, PeerId | None] = {}  # -> who was there last
+        self._addresses: dict[str, _Place] = {}
         self._given: set[str] = set()
         self._reaching: dict[PeerId | str, float] = {}  # -> since
         self._failed: dict[PeerId | str, float] = {}  # -> when to try again
         self._check_at = now
         self._rotate_at = now + ROTATE_S * rng.uniform(0.5, 1.0)
+        self._linked = False
         self._heal_s = FIRST_HEAL_S
         self._heal_at = now + FIRST_HEAL_S * rng.uniform(0.5, 1.0)
 
@@ -85,8 +96,9 @@ class Circle:
 
     def remember(self, address: str, peer: PeerId | None = None, *, given: bool = False) -> None:
         """Try `address` from time to time. given: by the user, so it is never crowded out."""
+        tried_at = self._addresses[address].tried_at if address in self._addresses else -math.inf
         self._addresses.pop(address, None)
-        self._addresses[address] = peer
+        self._addresses[address] = _Place(peer, tried_at)
         if given:
             self._given.add(address)
         if len(self._addresses) > MAX_ADDRESSES:
@@ -99,7 +111,7 @@ class Circle:
         self._reaching.pop(target, None)
         self._failed.pop(peer, None)
         if target in self._addresses:
-            self._addresses[target] = peer
+            self._addresses[target].peer = peer
 
     def failed(self, target: PeerId | str, now: float, alone: bool) -> None:
         self._reaching.pop(target, None)
@@ -155,21 +167,25 @@ class Circle:
         return actions + (self._reach([self._rng.choice(free)], now) if free else [])
 
     def _heal(self, linked: set[PeerId], table: Table, now: float) -> list[Action]:
-        """Try one old address that nobody alive answers for."""
-        if linked:
-            self._heal_s = HEAL_S
+        """Try an old address that nobody alive answers for, each in its turn; without neighbours, a few."""
+        if bool(linked) != self._linked:
+            self._linked = bool(linked)
+            self._heal_s = HEAL_S if linked else FIRST_HEAL_S
+            self._heal_at = now + self._heal_s * self._rng.uniform(0.5, 1.0)
         if now < self._heal_at:
             return []
         self._heal_at = now + self._heal_s * self._rng.uniform(0.8, 1.2)
-        self._heal_s = FIRST_HEAL_S if linked else min(HEAL_S, 2 * self._heal_s)
+        self._heal_s = min(HEAL_S, 2 * self._heal_s)
         alive = set(_alive(table, now)) | linked | {self._own}
-        quiet = [one for one, peer in self._addresses.items() if peer is None or peer not in alive]
+        quiet = [
+            one for one, place in self._addresses.items() if place.peer is None or place.peer not in alive
+        ]
         free = [one for one in quiet if one not in self._reaching]
-        if not free:
-            return []
-        chosen = self._rng.choice(free)
-        self._reaching[chosen] = now
-        return [ReachAddress(chosen)]
+        self._rng.shuffle(free)
+        chosen = sorted(free, key=lambda one: self._addresses[one].tried_at)[: 1 if linked else TRIES_ALONE]
+        for one in chosen:
+            self._reaching[one] = self._addresses[one].tried_at = now
+        return [ReachAddress(one) for one in chosen]
 
     def _duplicates(self, kept: list[Neighbour]) -> list[Action]:
         """Of two streams with one peer the one that the higher PeerId opened goes, and it ends it."""

@@ -261,6 +261,31 @@ def test_a_heartbeat_cannot_be_combined_with_another_descriptor() -> None:
         assert held.live(0.0) == () and ALICE.peer_id not in held
 
 
+def test_a_descriptor_that_nobody_signed_is_not_held_even_if_a_heartbeat_names_it() -> None:
+    unsigned = bytes(SIGNATURE_BYTES) + sign_record(ALICE, a_descriptor())[SIGNATURE_BYTES:]
+    held = Table()
+    with pytest.raises(MessageError, match=r"Descriptor that peer .* didn't sign"):
+        held.accept(Told(sign_record(ALICE, a_heartbeat(unsigned, 2)), 0.0, unsigned), now=0.0)
+    assert ALICE.peer_id not in held
+
+
+def test_old_addresses_are_tried_each_in_its_turn_and_for_ever() -> None:
+    registry = Registry(ALICE, now=0.0, rng=random.Random(3))
+    for n in range(5):
+        registry.remember(f"h{n}:1")
+    tried: list[str] = []
+    now = 0.0
+    while len(tried) < 20:
+        now = max(now, registry.deadline)
+        registry.tick(now)
+        for action in registry.actions():
+            assert isinstance(action, circle.ReachAddress)
+            tried.append(action.address)
+            registry.unreached(action.address, now)
+    assert set(tried[:6]) == {f"h{n}:1" for n in range(5)}
+    assert min(tried.count(address) for address in set(tried)) >= 3
+
+
 def test_a_forged_record_does_not_touch_a_good_one() -> None:
     held = Table()
     held.accept(told(seq=10), now=0.0)
