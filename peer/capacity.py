@@ -389,14 +389,16 @@ def _cuda_complaint() -> str:
 
 
 def _cpu_name() -> str:
-    """The processor's name for people."""
+    """The processor's name for people, without what every name has: `Intel Xeon`, `AMD EPYC 7B13`."""
     import platform
 
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+        name = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     except (OSError, StopIteration):
-        return platform.processor() or platform.machine() or "CPU"
+        name = platform.processor() or platform.machine()
+    plain = re.sub(r"\((R|TM|tm)\)|\b(CPU|Processor)\b|@.*|\d+-Core", " ", name)
+    return " ".join(plain.split()) or "CPU"
 
 
 def physical_cores() -> int:

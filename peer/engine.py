@@ -44,6 +44,7 @@ FloatArray = npt.NDArray[np.float64]
 SMOOTHING = 0.1  # weight of the newest turn in the running means: about the last twenty count
 RECENT_TURNS = 256  # turns that the 99th percentile is taken over
 TRIAL_TOKENS = 64  # a trial prefill: enough to be bound by arithmetic, not by weight reading
+LEAST_STEP_S = 0.0005  # a hop's own cost beside the pass: two thread hand-overs and a message (0.3 to 0.5 ms)
 TRIAL_ROUNDS = 10  # most that are needed for a best one
 TRIAL_SECONDS = 0.6  # most that trial decode steps take in all, before the last round begins
 
@@ -407,7 +408,9 @@ def measure_speed(model: SpanModel, clock: Callable[[], float] = time.perf_count
         rounds += 1
     features = [[1.0, len(s), s.start == 0, s.stop == model.layers_total] for s in spans]
     step_s, layer_s, embed_s, head_s = _fit_non_negative(np.array(features, dtype=np.float64), np.array(best))
-    return Speed(step_s, layer_s, embed_s, head_s, prefill_s / TRIAL_TOKENS / len(model.span))
+    return Speed(
+        max(step_s, LEAST_STEP_S), layer_s, embed_s, head_s, prefill_s / TRIAL_TOKENS / len(model.span)
+    )
 
 
 def _fit_non_negative(features: FloatArray, seconds: FloatArray) -> list[float]:
