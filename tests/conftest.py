@@ -1,10 +1,18 @@
-"""What several test modules share: the real model, out of the user's cache."""
+"""What several test modules share: the real model, out of the user's cache, and a swarm of a tiny one."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: threads that spin starve the peers of a test
+
+if TYPE_CHECKING:
+    from tests.tiny_swarm import Tiny
 
 
 @pytest.fixture(scope="session")
@@ -21,3 +29,13 @@ def smollm2_dir() -> Path:
         return ensure_smollm2(StateDir.open().cache)
     except (ModelError, CapacityError) as error:
         pytest.skip(f"smollm2 is not here: {error}")
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tiny]:
+    """Tiny models and real swarms of them (tests/tiny_swarm.py), started once."""
+    from tests.tiny_swarm import Tiny
+
+    made = Tiny(tmp_path_factory.mktemp("tiny"))
+    yield made
+    made.close()
