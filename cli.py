@@ -27,6 +27,7 @@ from swarm.noise import MAJOR_VERSION
 FAILED, USAGE, INTERRUPTED = 1, 2, 130
 WrongUsage = typer.BadParameter.__mro__[1]  # click's UsageError, of the click that this typer brings along
 PIPED_WIDTH = 160  # columns where the output is no terminal, so that no name is cut
+PATIENCE_S = 5.0  # without a token, before a person is told that it goes on
 PEER_EXTRA = ("torch", "transformers", "safetensors", "huggingface_hub", "gguf", "psutil")
 
 app = typer.Typer(
@@ -172,8 +173,10 @@ async def _generate(
 async def _follow(answer: swarm.Generation, show: bool) -> None:
     """Read an answer to its end; `show` writes its text, and ends the line even where it breaks off."""
     told, written = 0, False
+    waiting = asyncio.create_task(_tell_of_waiting())
     try:
         async for piece in answer:
+            waiting.cancel()
             for repair in answer.repairs[told:]:
                 lead = "\n" if show else ""
                 say(
@@ -184,8 +187,14 @@ async def _follow(answer: swarm.Generation, show: bool) -> None:
                 print(piece.text, end="", flush=True)
                 written = True
     finally:
+        waiting.cancel()
         if written:
             print(flush=True)
+
+
+async def _tell_of_waiting() -> None:
+    await asyncio.sleep(PATIENCE_S)
+    say("no token yet: the peers are busy or slow; Ctrl-C gives up")
 
 
 def _summary(done: swarm.Completion) -> str:
