@@ -964,7 +964,7 @@ class Session:
         ):
             return False
         generated = self._ids[len(self._config.prompt) :]
-        tried = f"no chain made a token in {repair.attempts} attempts; the last one: {error}"
+        tried = f"no chain made a token in {repair.attempts} attempts, try again later; the last one: {error}"
         self._fail(GenerationFailed(tried, token_ids=generated))
         return True
 

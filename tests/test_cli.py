@@ -481,7 +481,7 @@ def test_every_peer_is_full(
     own.start("ada", model, "0:6", max_sessions=1, config=HopConfig(retry_after_s=0.1))
     with held_session(own):
         said = swarm("generate", PROMPT, "--max-tokens", "5", "--join", own.address)
-    said.fails(cli.FAILED, "every peer with layers 0-5 of tiny is full", "try again later")
+    said.fails(cli.FAILED, " full: ", "try again later")
     assert said.err.startswith("no token yet: the peers are busy or slow; Ctrl-C gives up")
 
 
