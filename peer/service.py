@@ -46,7 +46,7 @@ from peer.progress import terminal_progress
 from routing.estimates import compute_s
 from routing.placement import Claim, NothingFits, choose_span, recheck
 from routing.spans import Span
-from swarm.display import WARNINGS
+from swarm.display import WARNINGS, count
 from swarm.errors import MessageError, UsageError
 from swarm.messages import Files, GetFiles, Message
 from swarm.node import Node
@@ -183,6 +183,10 @@ class PeerService:
         self.node = Node(self.transport, role="peer", state=self._state, peer_dir=self._dir, rng=self._rng)
         self._stack.push_async_callback(self.node.close)
         await self.node.start(options.join)
+        me = self.transport.identity.peer_id
+        others = sum(entry.peer != me for entry in self.node.entries())
+        found = f"with {count(others, 'peer')} in the swarm" if others else "the first in its swarm"
+        self._say(f"peer     {self._name()} ({me[:8]}), port {self.transport.port}, {found}")
 
     async def _choose_model(self) -> None:
         """What MODEL is, and what of it would fit here."""
@@ -492,18 +496,26 @@ def _exit_with_stdin() -> None:
 
 async def _serve_until_told(options: PeerOptions) -> int:
     told = asyncio.Event()
-    with terminal_progress() as progress, _signals(told):
+    with _signals(told):
+        service = await _started(options, told)
+        _announce(service)
+        await told.wait()
+        _say(_leaving(service.server.sessions))
+        await service.drain()
+    return 0
+
+
+async def _started(options: PeerOptions, told: asyncio.Event) -> PeerService:
+    """Bars are shown only meanwhile. Ends the process when it is told to stop before it serves."""
+    with terminal_progress() as progress:
         service = PeerService(options, say=_say, progress=progress)
         starting = asyncio.create_task(service.start())
         stopping = asyncio.create_task(told.wait())
         await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
         if starting.done() and not (told.is_set() and starting.exception()):
             starting.result()
-            _announce(service)
-            await stopping
-            _say(_leaving(service.server.sessions))
-            await service.drain()
-            return 0
+            return service
         starting.cancel()
         await asyncio.wait({starting}, timeout=CLOSE_S)
     _say("stopped before it served")
@@ -514,7 +526,7 @@ def _leaving(sessions: int) -> str:
     if not sessions:
         return "leaving: nobody is served now"
     return (
-        f"leaving: no new sessions, the {sessions} open ones have {DRAIN_S:.0f} s to move to other peers; "
+        f"leaving: no new sessions; {count(sessions, 'open one')} may take {DRAIN_S:.0f} s to move to other peers; "
         "Ctrl-C again to exit at once"
     )
 

@@ -14,8 +14,10 @@ from routing.spans import Span
 from swarm.chains import ModelStatus, PeerStatus
 from swarm.generation import Completion, ServedBy
 
-WARNINGS = """Before you lend this machine: every peer in a chain can learn the prompt and the answer that pass through it;
-anyone who can reach this port may use this peer; nothing is reported to anyone."""
+WARNINGS = """Before you lend this machine:
+every peer in a chain can learn the prompt and the answer that pass through it;
+anyone who can reach this port may use this peer;
+nothing is reported to anyone."""
 
 BAR_COLUMNS = 40  # a bar of a cell per layer up to here; beyond it, layers share cells
 STATE_STYLE = {"serving": "green", "loading": "yellow", "draining": "magenta"}
@@ -48,6 +50,11 @@ def chain_line(hops: Sequence[ServedBy]) -> str:
     return " → ".join(f"{hop.name} {Span(hop.start, hop.stop)}" for hop in hops)
 
 
+def count(number: int, what: str) -> str:
+    """`1 peer`, `2 peers`"""
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
 def duration(seconds: float | None) -> str:
     if seconds is None:
         return "–"
@@ -64,9 +71,8 @@ def status_view(models: Sequence[ModelStatus]) -> RenderableType:
 
 
 def _model_view(model: ModelStatus) -> list[RenderableType]:
-    title = Text.assemble(
-        (model.name, "bold"), f"  {model.layers} layers, {len(model.peers)} peers, {model.fingerprint.hex()[:8]}"
-    )
+    peers = count(len(model.peers), "peer")
+    title = Text.assemble((model.name, "bold"), f"  {model.layers} layers, {peers}, {model.fingerprint.hex()[:8]}")
     return [title, _peer_table(model), *_health(model), Text("")]
 
 
@@ -100,7 +106,7 @@ def _peer_row(peer: PeerStatus, layers: int) -> tuple[RenderableType, ...]:
 
 def _health(model: ModelStatus) -> list[RenderableType]:
     weak_count = min(model.coverage)
-    covered = f"coverage  {coverage_bar(model.coverage)}  weakest: layers {model.weakest}, {weak_count} peers"
+    covered = f"coverage  {coverage_bar(model.coverage)}  weakest: layers {model.weakest}, {count(weak_count, 'peer')}"
     if model.route is None:
         return [Text(covered), Text(f"no chain   {model.problem}", style="red")]
     names = {peer.descriptor.peer: peer.descriptor.name or peer.descriptor.peer[:8] for peer in model.peers}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import itertools
 import json
 import threading
 from collections.abc import Callable, Coroutine, Sequence
@@ -17,10 +18,12 @@ from typing import Any, TypeVar
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from peer.hop import HopConfig
 from peer.service import PeerOptions, PeerService
+from swarm import AsyncClient, Client
 from swarm.state import StateDir
 
 LAYERS = 6
@@ -33,7 +36,18 @@ TEMPLATE = (
     "<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-MERGES = ("t h", "e r", "Ġ t", "Ġ a", "o n", "Ã ©", "Ġ Ã", "ä ¸", "ðŁ ĺ", "ð Ł")  # some end within a character
+MERGES = (
+    "t h",
+    "e r",
+    "Ġ t",
+    "Ġ a",
+    "o n",
+    "Ã ©",
+    "Ġ Ã",
+    "ä ¸",
+    "ðŁ ĺ",
+    "ð Ł",
+)  # some end within a character
 T = TypeVar("T")
 
 
@@ -54,8 +68,6 @@ def write_tokenizer(folder: Path, *, template: bool) -> int:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(text, special=True) for text in SPECIAL])
-    from tokenizers.processors import TemplateProcessing
-
     tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", BOS)])
     folder.mkdir(parents=True)
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -66,7 +78,9 @@ def write_tokenizer(folder: Path, *, template: bool) -> int:
     return len(vocab)
 
 
-def write_model(folder: Path, *, seed: int, eos: Sequence[int] = EOS, template: bool = True, **generation: Any) -> Path:
+def write_model(
+    folder: Path, *, seed: int, eos: Sequence[int] = EOS, template: bool = True, **generation: Any
+) -> Path:
     """A llama in Hugging Face layout. Its weights are large enough for logits that differ clearly.
 
     The rows of the head for `eos` ids are scaled down: an answer rather goes on.
@@ -114,12 +128,18 @@ class Oracle:
         ids = torch.tensor([prompt_ids])
         with torch.inference_mode():
             out = self.model.generate(
-                ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=False, pad_token_id=0
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=tokens,
+                do_sample=False,
+                pad_token_id=0,
             )
         return list(out[0, len(prompt_ids) :].tolist())
 
     def text(self, ids: Sequence[int]) -> str:
-        return str(self.tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        return str(
+            self.tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        )
 
 
 # ---------------------------------------------------------------- the swarm
@@ -168,7 +188,9 @@ class TinySwarm:
         """Start one peer and wait until it serves."""
         return self._background.run(self._start(name, model, layers, config, options))
 
-    def start_all(self, model: Path, spans: dict[str, str], *, config: HopConfig | None = None, **options: Any) -> None:
+    def start_all(
+        self, model: Path, spans: dict[str, str], *, config: HopConfig | None = None, **options: Any
+    ) -> None:
         for name, layers in spans.items():
             self.start(name, model, layers, config=config, **options)
         self._background.run(self._agree())
@@ -206,11 +228,28 @@ class TinySwarm:
 
     def held(self) -> dict[str, int]:
         """Sessions held, by peer, only those that hold some."""
-        return self.call(lambda: {name: len(p.server.runs) for name, p in self.peers.items() if p.server.runs})
+        return self.call(
+            lambda: {name: len(p.server.runs) for name, p in self.peers.items() if p.server.runs}
+        )
 
-    def empty(self, *names: str) -> None:
-        """Wait until these peers (all) hold no session and all KV is back. Fails when it takes too long."""
-        self._background.run(self._empty(names or tuple(self.peers)))
+    def empty(self) -> None:
+        """Wait until no peer holds a session and all KV is back. Fails when it takes too long."""
+        self._background.run(self._empty(tuple(self.peers)))
+
+    async def emptied(self) -> None:
+        """`empty` for a test with a loop of its own, which must go on meanwhile."""
+        await asyncio.to_thread(self.empty)
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Wait until `condition` holds, looked at in the swarm's loop."""
+        await asyncio.wrap_future(
+            asyncio.run_coroutine_threadsafe(self._until(condition), self._background.loop)
+        )
+
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(WITHIN_S):
+            while not condition():  # noqa: ASYNC110
+                await asyncio.sleep(0.005)  # there is no event for what goes on inside
 
     async def _empty(self, names: Sequence[str]) -> None:
         for name in names:
@@ -229,6 +268,8 @@ class TinySwarm:
     async def _crash(self, peer: PeerService) -> None:
         for link in list(peer.transport._sockets):
             link.abort()
+        await peer.node.close()  # so that nothing is dialled again to say goodbye
+        await peer.transport.close()
         await peer.close()
 
     def drain(self, name: str, within_s: float = WITHIN_S) -> None:
@@ -237,3 +278,73 @@ class TinySwarm:
     def close(self) -> None:
         for name in reversed(list(self.peers)):
             self._background.run(self.peers.pop(name).close())
+
+
+# ---------------------------------------------------------------- what tests share
+
+CHAINS = {"one": {"one": "0:6"}, "three": {"a": "0:2", "b": "2:4", "c": "4:6"}}
+CHAINS["five"] = {"v": "0:1", "w": "1:2", "x": "2:3", "y": "3:4", "z": "4:6"}
+PATIENT = HopConfig(lease_s=3600.0, grace_after_s=3600.0)  # what is freed was closed: no lease ends in a test
+DEFAULTS = {"temperature": 0.7, "top_k": 20, "top_p": 0.9}
+
+
+class Tiny:
+    """Models and swarms, each made when it is first asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        torch.set_num_threads(1)
+        self._folder = folder
+        self._background = Background()
+        self._swarms: list[TinySwarm] = []
+        self._homes = itertools.count()
+
+    @cached_property
+    def model(self) -> Path:
+        return write_model(self._folder / "tiny", seed=3)
+
+    @cached_property
+    def oracle(self) -> Oracle:
+        return Oracle(self.model)
+
+    @cached_property
+    def bare(self) -> Path:
+        """Another model: no chat template, sampling by default."""
+        return write_model(self._folder / "bare", seed=4, template=False, do_sample=True, **DEFAULTS)
+
+    @cached_property
+    def swarm(self) -> TinySwarm:
+        """Nine peers of one model: three chains that share nothing. Clients choose with `only`."""
+        made = self.new_swarm()
+        for spans in CHAINS.values():
+            made.start_all(self.model, spans, config=PATIENT)
+        return made
+
+    @cached_property
+    def mixed(self) -> TinySwarm:
+        """Two models in one swarm, a peer each."""
+        made = self.new_swarm()
+        made.start_all(self.model, {"tiny": "0:6"}, config=PATIENT)
+        made.start_all(self.bare, {"bare": "0:6"}, config=PATIENT)
+        return made
+
+    def new_swarm(self) -> TinySwarm:
+        """For tests that break something. Close it."""
+        made = TinySwarm(self._background, self.new_home())
+        self._swarms.append(made)
+        return made
+
+    def new_home(self) -> Path:
+        return self._folder / f"home{next(self._homes)}"
+
+    def client(self, swarm: TinySwarm | None = None, chain: str = "", **options: Any) -> AsyncClient:
+        swarm = swarm or self.swarm
+        return AsyncClient(swarm.address, home=self.new_home(), only=CHAINS.get(chain, ()), **options)
+
+    def blocking_client(self, swarm: TinySwarm | None = None, chain: str = "", **options: Any) -> Client:
+        swarm = swarm or self.swarm
+        return Client(swarm.address, home=self.new_home(), only=CHAINS.get(chain, ()), **options)
+
+    def close(self) -> None:
+        for swarm in self._swarms:
+            swarm.close()
+        self._background.close()
