@@ -44,6 +44,7 @@ from routing.spans import Route, Span
 from swarm.errors import CapacityError, MessageError, NoRoute, SwarmError
 from swarm.identity import PeerId, peer_id
 from swarm.messages import (
+    NOTHING_SPENT,
     Close,
     Message,
     Open,
@@ -1079,7 +1080,7 @@ def _old_tokens_count() -> Callable[[], None]:
             ids = read_ids(message.ids)[known - message.first_position :]  # type: ignore[attr-defined]
             if ids and known + len(ids) < self._config.limit:
                 self._ids += ids
-                self._effects.append(Grew(tuple(ids), known, None))
+                self._effects.append(Grew(tuple(ids), known, None, NOTHING_SPENT))
         receive(self, key, message, now)
 
     def lax_hop(self: Hop, sender: PeerId, epoch: int, *rest: Any) -> None:
