@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -41,6 +42,12 @@ class LocalPeer:
 
     def said(self) -> str:
         return self.log.read_text(errors="replace")
+
+    @property
+    def address(self) -> str | None:
+        """PEERID@host:port, once it serves."""
+        told = re.findall(r"--join (\S+@\S+)", self.said())
+        return told[-1] if told else None
 
     def last_line(self) -> str:
         lines = self.said().strip().splitlines()
@@ -75,7 +82,8 @@ class LocalSwarm:
     async def start(self, name: str, *options: str) -> LocalPeer:
         """Start a peer; the first is the one that others join. A name may be used again after a kill."""
         self._starts += 1
-        where = ["--join", self.address] if self.peers else ["--port", self.address.rpartition(":")[2]]
+        joins = [part for address in self.addresses for part in ("--join", address)]
+        where = joins if self.peers else ["--port", self.address.rpartition(":")[2]]
         command = [sys.executable, "-m", "cli", "peer", self._model, "--host", "127.0.0.1", "--device", "cpu"]
         command += ["--threads", str(self._threads), "--name", name, *where, *options]
         log = self._home / f"{self._starts}-{name}.log"
@@ -91,6 +99,12 @@ class LocalSwarm:
             )
         peer = self.peers[name] = LocalPeer(name, process, log)
         return peer
+
+    @property
+    def addresses(self) -> list[str]:
+        """Of every peer that runs and has said where; before any has, the first one's place."""
+        running = [peer for peer in self.peers.values() if peer.process.returncode is None]
+        return [address for peer in running if (address := peer.address) is not None] or [self.address]
 
     def environment(self, home: str) -> dict[str, str]:
         kept = {key: value for key, value in os.environ.items() if key != "SWARM_JOIN"}

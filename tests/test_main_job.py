@@ -126,7 +126,7 @@ class Eight:
         await self.all_serving()
 
     def using(self, names: dict[str, str]) -> AsyncClient:
-        return AsyncClient(self.swarm.address, home=self.home / "client", only=names)
+        return AsyncClient(self.swarm.addresses, home=self.home / "client", only=names)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -243,8 +243,8 @@ async def survive(eight: Eight, oracle: Oracle, monkeypatch: pytest.MonkeyPatch,
     repair = answer.repairs[0]
     assert set(victims) <= {hop.name for hop in repair.before}
     assert not set(victims) & {hop.name for hop in answer.hops}
-    seen = kill.at if kill.at == 0 else range(kill.at, kill.at + 20)
-    assert repair.at_token == seen if kill.at == 0 else repair.at_token in seen
+    during = range(1) if kill.at == 0 else range(kill.at, kill.at + 20)  # the swarm may be ahead of the reader
+    assert repair.at_token in during, answer.repairs
     assert repair.stalled_s is not None
 
 
@@ -252,8 +252,8 @@ async def fix_chain(client: AsyncClient, monkeypatch: pytest.MonkeyPatch) -> Non
     """The first plan is the chain of three, so that the kill hits the hop that the test names."""
     plain = AsyncClient._planner
 
-    def planner(self: AsyncClient, live: Any, limit: int) -> Any:
-        plan = plain(self, live, limit)
+    def planner(self: AsyncClient, *arguments: Any) -> Any:
+        plan = plain(self, *arguments)
 
         def first_of_three(request: Any) -> Any:
             if not request.fresh:
