@@ -28,7 +28,7 @@ from swarm.state import StateDir
 
 LAYERS = 6
 CONTEXT = 1024
-WITHIN_S = 60.0  # far more than needed on a busy machine; only a hang reaches it
+WITHIN_S = 30.0  # far more than needed on a busy machine; only a hang reaches it
 SPECIAL = ("<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>")
 BOS, EOS = 1, (2, 4)
 TEMPLATE = (
@@ -78,12 +78,20 @@ def write_tokenizer(folder: Path, *, template: bool) -> int:
     return len(vocab)
 
 
+def rare_ids(folder: Path) -> list[int]:
+    """Special tokens, and bytes (or several) that aren't ASCII."""
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    spelled = [tokenizer.id_to_token(number) or "" for number in range(tokenizer.get_vocab_size())]
+    return [n for n, text in enumerate(spelled) if text in SPECIAL or not text.isascii()]
+
+
 def write_model(
     folder: Path, *, seed: int, eos: Sequence[int] = EOS, template: bool = True, **generation: Any
 ) -> Path:
     """A llama in Hugging Face layout. Its weights are large enough for logits that differ clearly.
 
-    The rows of the head for `eos` ids are scaled down: an answer rather goes on.
+    The rows of the head for `eos` ids and for bytes beyond ASCII are scaled down: a greedy answer rather goes
+    on, and is mostly text.
     """
     vocab = write_tokenizer(folder, template=template)
     config = LlamaConfig(
@@ -96,6 +104,7 @@ def write_model(
         for parameter in model.parameters():
             if parameter.ndim > 1:
                 parameter.normal_(0.0, 0.25)
+        model.lm_head.weight[rare_ids(folder)] *= 0.6
     model.generation_config.update(eos_token_id=list(eos), **generation)
     model.save_pretrained(folder)
     (folder / "generation_config.json").write_text(
@@ -258,6 +267,10 @@ class TinySwarm:
                 await peer.server.emptied.wait()
             assert not peer.server.runs
             assert (peer.pool.ledger.used, len(peer.pool.ledger)) == (0, 0), f"{name} keeps KV of nobody"
+
+    def evict(self, name: str) -> None:
+        """Let go of all sessions there, as if their leases were over."""
+        self.call(lambda: [run.evict() for run in list(self.peers[name].server.runs.values())])
 
     # ------------------------------------------------------------ ends
 
