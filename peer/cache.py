@@ -18,7 +18,7 @@ layer, so that a growing session costs one layer's copy and disturbs no neighbou
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -70,6 +70,11 @@ class KvLedger:
 
     def reserved(self, key: Hashable) -> int:
         return self._held[key][0]
+
+    def free_without(self, keys: Collection[Hashable]) -> int:
+        """`free_positions` if these sessions were let go."""
+        back = sum(positions * layers for positions, layers in (self._held.get(key, (0, 0)) for key in keys))
+        return (self.total - self.used + back) // self.layers
 
     def reserve(self, key: Hashable, positions: int, layers: int | None = None) -> None:
         """Hold `positions` for a new session. Raises CapacityError (nothing changed)."""

@@ -104,6 +104,14 @@ class Server:
     def sessions(self) -> int:
         return len({(client, session) for client, session, _ in self.runs})
 
+    @property
+    def free_kv_tokens(self) -> int:
+        """Positions that a new session over the whole claim could have now, silent clients let go if need be."""
+        silent = [run.key for run in self._silent()]
+        if len(self.runs) - len(silent) >= self.serving.max_sessions:
+            return 0
+        return self.pool.ledger.free_without(silent)
+
     # ------------------------------------------------------------ streams from clients
 
     async def _on_session(self, stream: Stream, message: Message) -> None:
@@ -160,13 +168,17 @@ class Server:
 
     def _make_room(self, positions: int, span: Span) -> None:
         """Let go of sessions whose client has fallen silent, the stalest first, while room is lacking."""
-        now = asyncio.get_running_loop().time()
-        silent = [run for run in self.runs.values() if run.core.in_grace(now)]
-        for run in sorted(silent, key=lambda run: run.core.idle_since or 0.0):
+        for run in self._silent():
             if self.pool.has_room(positions, span) and len(self.runs) < self.serving.max_sessions:
                 return
             log.info("session %s let go: its client was silent", run.key.session.hex()[:8])
             run.evict()
+
+    def _silent(self) -> list[HopRun]:
+        """Sessions whose client isn't heard, the stalest first."""
+        now = asyncio.get_running_loop().time()
+        silent = [run for run in self.runs.values() if run.core.in_grace(now)]
+        return sorted(silent, key=lambda run: run.core.idle_since or 0.0)
 
     # ------------------------------------------------------------ streams from other hops
 

@@ -397,7 +397,7 @@ class PeerService:
         return Load(
             state=state,
             sessions=self.server.sessions,
-            free_kv_tokens=self.pool.free_positions,
+            free_kv_tokens=self.server.free_kv_tokens,
             queue_s=self.engine.stats.queue_s if self.server.sessions else 0.0,
             speed=self.speed,
             tokens_per_s=1.0 / compute_s(self.speed, self.span, self.source.layers),

@@ -6,6 +6,8 @@ status can't say "healthy" where a client finds a gap: both plan a real route.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import random
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -108,6 +110,7 @@ def plan_chain(
     known: int,
     *,
     need_kv: int = 1,
+    hopeful: bool = False,
     context: int = 1,
     kept: Sequence[Hop] = (),
     excluded_peers: Collection[str] = (),
@@ -117,24 +120,30 @@ def plan_chain(
 ) -> Route:
     """The fastest chain now. Raises NoRoute naming the gap and the command that would fill it.
 
-    need_kv: positions each new hop must be able to reserve. context: positions each hop must be able
-    to hold at all. known: peers of this swarm that were alive lately, for the message.
+    need_kv: positions each new hop must be able to reserve. hopeful: where only full peers are left, take those:
+    what they advertise is up to a minute old, and asking costs a round trip. context: positions each hop must be
+    able to hold at all. known: peers of this swarm that were alive lately, for the message.
     """
     usable = [entry for entry in model.serving if entry.descriptor.context >= context]
+    planned = functools.partial(
+        plan,
+        model.layers,
+        offers(usable, link_s),
+        Links(client_s={str(peer): half for peer, half in link_s.items()}),
+        kept=kept,
+        excluded_peers=frozenset(excluded_peers),
+        excluded_links=frozenset(excluded_links),
+        numerics=numerics,
+        rng=rng,
+    )
     try:
-        return plan(
-            model.layers,
-            offers(usable, link_s),
-            Links(client_s={str(peer): half for peer, half in link_s.items()}),
-            need_kv=need_kv,
-            kept=kept,
-            excluded_peers=frozenset(excluded_peers),
-            excluded_links=frozenset(excluded_links),
-            numerics=numerics,
-            rng=rng,
-        )
+        return planned(need_kv=need_kv)
     except NoChain as error:
-        raise _no_route(model, error, known, need_kv) from None
+        problem = _no_route(model, error, known, need_kv)
+    if hopeful:
+        with contextlib.suppress(NoChain):
+            return planned(need_kv=0)
+    raise problem
 
 
 def _no_route(model: LiveModel, found: NoChain, known: int, need_kv: int) -> NoRoute:

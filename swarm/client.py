@@ -263,6 +263,7 @@ class AsyncClient:
                 self._half_round_trips(),
                 node.known(fingerprint),
                 need_kv=limit,
+                hopeful=request.fresh or bool(request.excluded_peers),  # those that refused are among these
                 context=limit,
                 kept=request.kept,
                 excluded_peers=request.excluded_peers,
