@@ -17,6 +17,7 @@ our bug: logged, shown to the event loop's exception handler, and the stream is 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import logging
 import os
@@ -680,6 +681,7 @@ class Transport:
     async def close(self) -> None:
         """Say goodbye to everybody, stop every task, wait until all sockets are gone."""
         self._closing = True
+        await self._stop_accepting()
         for server in self._servers:
             server.close()
         # Links first, so that the other side hears this reason and not each handler's end.
@@ -702,6 +704,15 @@ class Transport:
         for server in self._servers:
             await server.wait_closed()
         self._servers.clear()
+
+    async def _stop_accepting(self) -> None:
+        """asyncio fails with an assertion on a connection that it accepted in the very turn of `Server.close`."""
+        with contextlib.suppress(NotImplementedError, RuntimeError):  # on Windows and uvloop
+            for server in self._servers:
+                for sock in server.sockets:
+                    self.loop.remove_reader(sock.fileno())
+        for _ in range(2):  # those that were accepted become links, which are refused
+            await asyncio.sleep(0)
 
     # ---- what links tell it
 
