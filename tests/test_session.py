@@ -383,6 +383,11 @@ class SessionMachine(RuleBasedStateMachine):
         self.call(self.session.start)
 
     def call(self, act: Any, *arguments: Any, **more: Any) -> None:
+        match arguments:
+            case (key, RefusedMessage(epoch=epoch)):  # who refused holds nothing
+                if self.session.phase is Phase.OPENING and epoch == self.session.epoch:
+                    self.opens.pop(key, None)
+                    self.answered.discard(key)
         act(*arguments, self.now, **more)
         for effect in self.session.drain():
             assert not self.ended, f"{effect} after the end"
