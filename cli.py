@@ -8,13 +8,14 @@ bugs show a traceback.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.metadata
 import importlib.util
 import logging
 import os
 import sys
 from collections.abc import Coroutine
-from typing import Annotated, Any, Optional, TypeVar
+from typing import Annotated, Any, NoReturn, Optional, TypeVar
 
 import typer
 from rich.console import Console
@@ -173,12 +174,13 @@ async def _generate(
 async def _follow(answer: swarm.Generation, show: bool) -> None:
     """Read an answer to its end; `show` writes its text, and ends the line even where it breaks off."""
     told, written = 0, False
-    waiting = asyncio.create_task(_tell_of_waiting())
+    loop = asyncio.get_running_loop()
+    waiting = loop.call_later(PATIENCE_S, _tell_of_waiting, answer, "")
     try:
         async for piece in answer:
             waiting.cancel()
             for repair in answer.repairs[told:]:
-                lead = "\n" if show else ""
+                lead = "\n" if written else ""
                 say(
                     f"{lead}repaired after token {repair.at_token}: {repair.reason}; now {chain_line(repair.after)}"
                 )
@@ -186,15 +188,19 @@ async def _follow(answer: swarm.Generation, show: bool) -> None:
             if show:
                 print(piece.text, end="", flush=True)
                 written = True
+            lead = "\n" if written else ""
+            waiting = loop.call_later(PATIENCE_S, _tell_of_waiting, answer, lead)
     finally:
         waiting.cancel()
         if written:
             print(flush=True)
 
 
-async def _tell_of_waiting() -> None:
-    await asyncio.sleep(PATIENCE_S)
-    say("no token yet: the peers are busy or slow; Ctrl-C gives up")
+def _tell_of_waiting(answer: swarm.Generation, lead: str) -> None:
+    """For a person who sees nothing happen. The reason is that of a repair under way, if there is one."""
+    under_way = [repair.reason for repair in answer.repairs if repair.stalled_s is None]
+    why = under_way[-1] if under_way else "the peers are busy, slow or gone"
+    say(f"{lead}no token for {PATIENCE_S:.0f} s: {why}; Ctrl-C gives up")
 
 
 def _summary(done: swarm.Completion) -> str:
@@ -401,8 +407,16 @@ def run(work: Coroutine[Any, Any, T]) -> T:
         return runner.run(work)
 
 
-def main() -> None:
-    sys.exit(exit_code())
+def main() -> NoReturn:
+    """Ends without the interpreter's own clearing up: for torch that takes seconds, and nothing is left to clear."""
+    try:
+        code = exit_code()
+    except SystemExit as error:  # typer's way where nobody reads stdout any more
+        code = error.code if isinstance(error.code, int) else FAILED
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):
+            stream.flush()
+    os._exit(code)
 
 
 def exit_code(arguments: list[str] | None = None) -> int:

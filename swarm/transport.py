@@ -586,7 +586,7 @@ class Transport:
         try:
             found = await self.loop.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
         except OSError as error:
-            raise UsageError(f"can't listen on {host!r}: {error}; give an address of this machine") from None
+            raise UsageError(f"can't listen on {host!r}: {_plain(error)}; give an address of this machine") from None
         return [(int(info[0]), str(info[4][0])) for info in found]
 
     def _incoming(self) -> Link:
@@ -864,7 +864,7 @@ def _bind(places: Sequence[tuple[int, str]], port: int) -> list[socket.socket]:
                 other.close()
             if error.errno == errno.EADDRINUSE:
                 return []
-            raise UsageError(f"can't listen on {host} port {port}: {_plain(error)}") from None
+            raise UsageError(f"can't listen on {host} port {port}: {_plain(error)}; check --host and --port") from None
         sock.setblocking(False)
         sockets.append(sock)
     return sockets
