@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import random
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -54,13 +55,14 @@ def live_models(entries: Sequence[PeerEntry]) -> tuple[LiveModel, ...]:
 
 
 def _model(fingerprint: bytes, group: Sequence[PeerEntry]) -> LiveModel:
-    names = [entry.descriptor.model for entry in group]
-    layers = [entry.descriptor.layers for entry in group]
+    names = Counter(entry.descriptor.model for entry in group)
+    counts = Counter(entry.descriptor.layers for entry in group)
+    layers = max(sorted(counts), key=counts.__getitem__)  # one fingerprint has one count, unless somebody lies
     return LiveModel(
-        name=max(sorted(set(names)), key=names.count),
+        name=max(sorted(names), key=names.__getitem__),
         fingerprint=fingerprint,
-        layers=max(sorted(set(layers)), key=layers.count),
-        entries=tuple(entry for entry in group if entry.descriptor.layers == max(layers, key=layers.count)),
+        layers=layers,
+        entries=tuple(entry for entry in group if entry.descriptor.layers == layers),
     )
 
 

@@ -437,13 +437,17 @@ class Client:
 
     def __init__(self, address: str | Sequence[str] | None = None, **options: Any) -> None:
         self._async = AsyncClient(address, **options)
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="swarm client", daemon=True)
         self._lock = threading.Lock()  # around what decides whether there is a loop to ask
-        self._started = self.closed = False
+        self._loop: asyncio.AbstractEventLoop | None = None  # until the first call
+        self._thread: threading.Thread | None = None
+        self.closed = False
 
     def __enter__(self) -> Client:
-        self.connect()
+        try:
+            self.connect()
+        except BaseException:
+            self.close()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -458,15 +462,15 @@ class Client:
             if self.closed:
                 return
             self.closed = True
-        if self._started:
+        if self._loop is not None and self._thread is not None:
             asyncio.run_coroutine_threadsafe(self._finish(), self._loop).result()
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
-        self._loop.close()
+            self._loop.close()
 
     async def _finish(self) -> None:
         await self._async.aclose()
-        await self._loop.shutdown_default_executor()
+        await asyncio.get_running_loop().shutdown_default_executor()
         others = asyncio.all_tasks() - {asyncio.current_task()}
         for task in others:
             task.cancel()
@@ -493,8 +497,9 @@ class Client:
             if self.closed:
                 work.close()
                 raise UsageError(CLOSED)
-            if not self._started:
-                self._started = True
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                self._thread = threading.Thread(target=self._loop.run_forever, name="swarm client", daemon=True)
                 self._thread.start()
             future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:

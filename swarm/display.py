@@ -91,11 +91,11 @@ def _peer_row(peer: PeerStatus, layers: int) -> tuple[RenderableType, ...]:
     state = Text(peer.state, style=STATE_STYLE.get(peer.state, ""))
     load = f"{peer.sessions} open" + (f", {duration(peer.queue_s)} wait" if peer.queue_s >= 0.001 else "")
     return (
-        peer.descriptor.name or peer.descriptor.peer[:8],
+        Text(peer.descriptor.name or peer.descriptor.peer[:8]),  # Text: a stranger's name is no markup
         str(peer.descriptor.span),
         span_bar(peer.descriptor.span, layers),
         state,
-        peer.descriptor.device,
+        Text(peer.descriptor.device),
         f"{peer.free_kv_tokens:,}",
         f"{peer.tokens_per_s:.0f}" if peer.state != "loading" else "–",
         duration(peer.rtt_s),
