@@ -18,16 +18,14 @@ from collections.abc import Coroutine
 from typing import Annotated, Any, NoReturn, Optional, TypeVar
 
 import typer
-from rich.console import Console
 
 import swarm
-from swarm.display import WARNINGS, chain_line, completion_json, status_json, status_view
+from swarm.display import WARNINGS, chain_line, completion_json, status_json, status_view, terminal
 from swarm.errors import SwarmError, UnknownModel, UsageError
 from swarm.noise import MAJOR_VERSION
 
 FAILED, USAGE, INTERRUPTED = 1, 2, 130
 WrongUsage = typer.BadParameter.__mro__[1]  # click's UsageError, of the click that this typer brings along
-PIPED_WIDTH = 160  # columns where the output is no terminal, so that no name is cut
 PATIENCE_S = 5.0  # without a token, before a person is told that it goes on
 PEER_EXTRA = ("torch", "transformers", "safetensors", "huggingface_hub", "gguf", "psutil")
 
@@ -220,7 +218,7 @@ def status(join: Join = None, model: Model = None, json: Json = False) -> None:
     if json:
         print(status_json(models))
     else:
-        console().print(status_view(models))
+        terminal().print(status_view(models))
     if not models or any(one.route is None for one in models):
         raise typer.Exit(FAILED)
 
@@ -385,10 +383,6 @@ for _verb in TODAY:
 
 
 # ---------------------------------------------------------------- the shell around it all
-
-
-def console() -> Console:
-    return Console() if sys.stdout.isatty() else Console(width=PIPED_WIDTH)
 
 
 def say(text: str) -> None:

@@ -68,7 +68,9 @@ class Transformers:
         torch.set_num_threads(threads)
         self._model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
         tokenizer = AutoTokenizer.from_pretrained(directory)
-        text = tokenizer.apply_chat_template([{"role": "user", "content": PROMPT}], tokenize=False, add_generation_prompt=True)
+        text = tokenizer.apply_chat_template(
+            [{"role": "user", "content": PROMPT}], tokenize=False, add_generation_prompt=True
+        )
         self._ids = tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids
 
     def tokens_per_s(self, tokens: int) -> float:
@@ -101,13 +103,18 @@ async def measure(rounds: int, tokens: int) -> dict[str, Measured]:
         async with _swarms(Path(folder), cache, threads) as clients:
             for number in range(-1, rounds):  # round -1 warms up and isn't counted
                 speed = await asyncio.to_thread(alone.tokens_per_s, tokens)
-                answers = {name: await clients[name].generate(PROMPT, max_tokens=tokens, temperature=0) for name in SWARMS}
+                answers = {
+                    name: await clients[name].generate(PROMPT, max_tokens=tokens, temperature=0) for name in SWARMS
+                }
                 if number < 0:
                     continue
                 measured["transformers"].tokens_per_s.append(speed)
                 for name, answer in answers.items():
                     measured[name].add(answer)
-                print(f"round {number + 1}: " + ", ".join(f"{n} {m.tokens_per_s[-1]:.1f}" for n, m in measured.items()), flush=True)
+                print(
+                    f"round {number + 1}: " + ", ".join(f"{n} {m.tokens_per_s[-1]:.1f}" for n, m in measured.items()),
+                    flush=True,
+                )
     return measured
 
 

@@ -17,7 +17,7 @@ from peer.local import READY_TIMEOUT_S, LocalSwarm
 from peer.progress import terminal_progress
 from peer.smollm2 import ensure_smollm2
 from swarm import AsyncClient
-from swarm.display import chain_line, duration, hops_json, status_view
+from swarm.display import chain_line, duration, hops_json, status_view, terminal
 from swarm.errors import SwarmError
 from swarm.generation import Completion, Generation, ServedBy
 from swarm.state import StateDir
@@ -49,7 +49,7 @@ async def start_swarm(swarm: LocalSwarm, client: AsyncClient, tell: Console) -> 
 
 async def run_demo(prompt: str | None, as_json: bool) -> int:
     """The whole demo; returns the exit code: 0 identical, 1 not, 3 the answer ended before the kill."""
-    tell = Console(stderr=as_json, highlight=False, soft_wrap=True)
+    tell = terminal(stderr=as_json)
     with tempfile.TemporaryDirectory(prefix="swarm-demo-") as folder:
         home, cache = Path(folder), StateDir.open(None).cache
         with terminal_progress() as progress:
@@ -149,9 +149,7 @@ def _write(tell: Console, text: str) -> None:
     tell.file.flush()
 
 
-def _summary(
-    undisturbed: Completion, disturbed: Completion, killed: Killed, tell: Console, as_json: bool
-) -> int:
+def _summary(undisturbed: Completion, disturbed: Completion, killed: Killed, tell: Console, as_json: bool) -> int:
     identical = undisturbed.token_ids == disturbed.token_ids and undisturbed.text == disturbed.text
     verdict = "[green]identical[/green]" if identical else "[red]DIFFERENT[/red]"
     tell.print(f"""
@@ -167,9 +165,7 @@ the two answers are  {verdict}""")
     return 0 if identical else 1
 
 
-def _summary_json(
-    undisturbed: Completion, disturbed: Completion, killed: Killed, identical: bool
-) -> dict[str, object]:
+def _summary_json(undisturbed: Completion, disturbed: Completion, killed: Killed, identical: bool) -> dict[str, object]:
     return {
         "tokens": len(disturbed.token_ids),
         "text": disturbed.text,

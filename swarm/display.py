@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from typing import Any
 
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -19,8 +20,15 @@ every peer in a chain can learn the prompt and the answer that pass through it;
 anyone who can reach this port may use this peer;
 nothing is reported to anyone."""
 
+PIPED_WIDTH = 160  # columns
 BAR_COLUMNS = 40  # a bar of a cell per layer up to here; beyond it, layers share cells
 STATE_STYLE = {"serving": "green", "loading": "yellow", "draining": "magenta"}
+
+
+def terminal(*, stderr: bool = False) -> Console:
+    """Where results go, or what is told beside them; wide where it is no terminal, so that nothing is cut."""
+    stream = sys.stderr if stderr else sys.stdout
+    return Console(stderr=stderr, highlight=False, width=None if stream.isatty() else PIPED_WIDTH)
 
 
 def span_bar(span: Span, layers: int) -> str:
@@ -78,8 +86,9 @@ def _model_view(model: ModelStatus) -> list[RenderableType]:
 
 def _peer_table(model: ModelStatus) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    for heading in ("peer", "layers", f"span over 0-{model.layers - 1}", "state", "device"):
+    for heading in ("peer", "layers", f"span over 0-{model.layers - 1}", "state"):
         table.add_column(heading, no_wrap=True)
+    table.add_column("device")  # the one that gives way in a narrow terminal
     for heading in ("free KV", "tokens/s", "round trip", "load", "age"):
         table.add_column(heading, justify="right", no_wrap=True)
     for peer in model.peers:
@@ -95,7 +104,7 @@ def _peer_row(peer: PeerStatus, layers: int) -> tuple[RenderableType, ...]:
         str(peer.descriptor.span),
         span_bar(peer.descriptor.span, layers),
         state,
-        Text(peer.descriptor.device),
+        Text(peer.descriptor.device, no_wrap=True, overflow="ellipsis"),
         f"{peer.free_kv_tokens:,}",
         f"{peer.tokens_per_s:.0f}" if peer.state != "loading" else "–",
         duration(peer.rtt_s),

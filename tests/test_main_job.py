@@ -73,7 +73,9 @@ class Oracle:
         ids = torch.tensor([[eos] * (longest - len(one)) + one for one in encoded])
         mask = torch.tensor([[0] * (longest - len(one)) + [1] * len(one) for one in encoded])
         with torch.inference_mode():
-            out = self.model.generate(ids, attention_mask=mask, max_new_tokens=TOKENS, do_sample=False, pad_token_id=eos)
+            out = self.model.generate(
+                ids, attention_mask=mask, max_new_tokens=TOKENS, do_sample=False, pad_token_id=eos
+            )
         for prompt, row in zip(prompts, out[:, longest:].tolist(), strict=True):
             self._known[prompt["name"]] = row[: row.index(eos) + 1] if eos in row else row
 
@@ -92,7 +94,9 @@ def assert_same(oracle: Oracle, prompt: dict[str, Any], ours: list[int], tokens:
         return
     at = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
     gap = oracle.gap_at(prompt, theirs[:at])
-    assert gap < NEAR_TIE, f"{prompt['name']!r} differs at token {at} of {tokens}, where the best logits are {gap} apart"
+    assert gap < NEAR_TIE, (
+        f"{prompt['name']!r} differs at token {at} of {tokens}, where the best logits are {gap} apart"
+    )
     print(f"{prompt['name']!r}: a tie of {gap:.2e} at token {at} fell the other way")
 
 
@@ -149,7 +153,9 @@ async def eight(smollm2_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 @pytest.mark.parametrize("names", [THREE, FIVE], ids=["3 hops", "5 hops"])
-async def test_greedy_text_through_a_chain_equals_transformers(eight: Eight, oracle: Oracle, names: dict[str, str]) -> None:
+async def test_greedy_text_through_a_chain_equals_transformers(
+    eight: Eight, oracle: Oracle, names: dict[str, str]
+) -> None:
     async with eight.using(names) as client:
         answers = await asyncio.gather(
             *(client.generate(messages_of(p), raw=p["raw"], max_tokens=TOKENS, temperature=0) for p in PROMPTS)
@@ -171,7 +177,9 @@ async def test_the_prompts_are_what_they_are_said_to_be(oracle: Oracle) -> None:
 async def test_a_seed_gives_the_same_text_through_different_chains(eight: Eight) -> None:
     options = {"max_tokens": 32, "temperature": 0.8, "seed": 20_261_130}
     async with eight.using(THREE) as three, eight.using(FIVE) as five:
-        first, second = await asyncio.gather(three.generate("Tell me a story.", **options), five.generate("Tell me a story.", **options))
+        first, second = await asyncio.gather(
+            three.generate("Tell me a story.", **options), five.generate("Tell me a story.", **options)
+        )
         other = await three.generate("Tell me a story.", max_tokens=32, temperature=0.8, seed=1)
     assert len(first.hops) == 3 and len(second.hops) == 5
     assert first.token_ids == second.token_ids
@@ -187,8 +195,8 @@ class Kill:
 
     hops: tuple[int, ...]
     at: int
-    how: str = "kill"       # or "freeze"
-    joining: bool = False   # while another peer starts up
+    how: str = "kill"  # or "freeze"
+    joining: bool = False  # while another peer starts up
 
     def __str__(self) -> str:
         where = "+".join(("first", "middle", "last")[hop] for hop in self.hops)
@@ -239,7 +247,7 @@ async def survive(eight: Eight, oracle: Oracle, monkeypatch: pytest.MonkeyPatch,
     after_the_end(eight, kill, victims)
     assert_same(oracle, prompt, list(answer.token_ids), KILL_TOKENS)
     assert answer.repairs, "nothing was repaired"
-    assert sum((list(one) for one in pieces_of(answer, generation)), []) == list(answer.token_ids)
+    assert [i for ids in PIECES.pop(id(generation)) for i in ids] == list(answer.token_ids)
     repair = answer.repairs[0]
     assert set(victims) <= {hop.name for hop in repair.before}
     assert not set(victims) & {hop.name for hop in answer.hops}
@@ -286,11 +294,7 @@ async def killed_on_the_way(
     return generation.result, names
 
 
-PIECES: dict[int, list[tuple[int, ...]]] = {}
-
-
-def pieces_of(answer: Completion, generation: Generation) -> list[tuple[int, ...]]:
-    return PIECES.pop(id(generation))
+PIECES: dict[int, list[tuple[int, ...]]] = {}  # of each generation, as they came
 
 
 def strike(eight: Eight, names: list[str], how: str) -> None:
@@ -319,4 +323,3 @@ def after_the_end(eight: Eight, kill: Kill, names: list[str]) -> None:
             eight.swarm.peers[name].kill()
     if kill.joining:
         eight.swarm.peers.pop("late").kill()
-
