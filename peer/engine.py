@@ -44,7 +44,7 @@ FloatArray = npt.NDArray[np.float64]
 SMOOTHING = 0.1  # weight of the newest turn in the running means: about the last twenty count
 RECENT_TURNS = 256  # turns that the 99th percentile is taken over
 TRIAL_TOKENS = 64  # a trial prefill: enough to be bound by arithmetic, not by weight reading
-LEAST_STEP_S = 0.0005  # a hop's own cost beside the pass: two thread hand-overs and a message (0.3 to 0.5 ms)
+LEAST_STEP_S = 0.002  # a hop costs two thread hand-overs and a message (about 0.5 ms) and can fail: no hops for nothing
 TRIAL_ROUNDS = 10  # most that are needed for a best one
 TRIAL_SECONDS = 0.6  # most that trial decode steps take in all, before the last round begins
 
@@ -470,10 +470,13 @@ def measure_workspace(model: SpanModel, tokens: int) -> int | None:
         model.forward(step)
         torch.cuda.synchronize(model.device)
         return torch.cuda.max_memory_allocated(model.device) - before
-    before_peak = _reset_peak()
+    before, code_before = _reset_peak(), _memory_line("RssFile")
     model.forward(step)
-    after = _memory_line("VmHWM")
-    return None if before_peak is None or after is None else max(0, after - before_peak)
+    peak, code_after = _memory_line("VmHWM"), _memory_line("RssFile")
+    if before is None or peak is None or code_before is None or code_after is None:
+        return None
+    # libraries' code that this step was the first to touch (up to 10 MiB were seen) is no workspace
+    return max(0, peak - before - (code_after - code_before))
 
 
 def _reset_peak() -> int | None:
