@@ -33,7 +33,7 @@ from peer.hop import (
 )
 from peer.model import from_raw, to_raw
 from routing.spans import Span
-from swarm.errors import EngineStopped, LinkFailed, MessageError, SendQueueFull, StreamClosed, SwarmError
+from swarm.errors import EngineStopped, LinkFailed, MessageError, PeerFailed, SendQueueFull, StreamClosed, SwarmError
 from swarm.identity import PeerId
 from swarm.messages import (
     HopRef,
@@ -468,7 +468,8 @@ class Outbound:
             else:
                 await self._carry_there()
         except SwarmError as error:
-            self._run.link_down(self._epoch, str(error))
+            reason = error.reason if isinstance(error, PeerFailed | LinkFailed) else str(error)
+            self._run.link_down(self._epoch, reason)
 
     async def _carry_there(self) -> None:
         link = await self._server.reach(self._to)

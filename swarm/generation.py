@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from routing.spans import Hop
-from swarm.errors import GenerationFailed, SwarmError
+from swarm.errors import GenerationFailed, PeerFailed, SwarmError
 from swarm.identity import PeerId
 from swarm.messages import NOTHING_SPENT, Message
 from swarm.node import Node
@@ -131,7 +131,8 @@ class _HopChannel:
                 stream.reset("left")  # nothing happens where it ended in order
         except SwarmError as error:
             gone = link is None or link.closed.is_set()
-            self._driver.channel_lost(self, str(error), gone)
+            reason = error.reason if isinstance(error, PeerFailed) else str(error)
+            self._driver.channel_lost(self, reason, gone)
         except Exception as error:
             self._driver.crashed(error)
 

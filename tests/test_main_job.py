@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -120,7 +120,9 @@ class Eight:
         await self.swarm.start(name, "--layers", SPANS[name], "--memory", "1GB")
 
     async def all_serving(self) -> None:
-        await self.swarm.serving(self.client, list(SPANS))
+        """`ids`: who has each name now; a killed one's record lives on for a lease, under the same name."""
+        entries = await self.swarm.serving(self.client, list(SPANS))
+        self.ids = {name: entry.descriptor.peer for name, entry in entries.items()}
 
     async def revive(self) -> None:
         """Start again whatever was killed, and wait for it."""
@@ -129,8 +131,9 @@ class Eight:
                 await self.start(name)
         await self.all_serving()
 
-    def using(self, names: dict[str, str]) -> AsyncClient:
-        return AsyncClient(self.swarm.addresses, home=self.home / "client", only=names)
+    def using(self, names: Iterable[str]) -> AsyncClient:
+        only = [self.ids[name] for name in names]
+        return AsyncClient(self.swarm.addresses, home=self.home / "client", only=only)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -239,7 +242,7 @@ async def survive(eight: Eight, oracle: Oracle, monkeypatch: pytest.MonkeyPatch,
     await eight.revive()
     prompt = BY_NAME["over a thousand tokens" if kill.at == 0 else "a plain question"]
     async with eight.using(SPANS) as client, asyncio.timeout(120):
-        await fix_chain(client, monkeypatch)
+        fix_chain([eight.ids[name] for name in THREE], monkeypatch)
         generation = client.stream(messages_of(prompt), max_tokens=KILL_TOKENS, temperature=0)
         if kill.joining:
             await eight.swarm.start("late", "--layers", "11:20", "--memory", "1GB")
@@ -256,23 +259,23 @@ async def survive(eight: Eight, oracle: Oracle, monkeypatch: pytest.MonkeyPatch,
     assert repair.stalled_s is not None
 
 
-async def fix_chain(client: AsyncClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first plan is the chain of three, so that the kill hits the hop that the test names."""
+def fix_chain(peers: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first plan is the chain of these, so that the kill hits the hop that the test names."""
     plain = AsyncClient._planner
 
     def planner(self: AsyncClient, *arguments: Any) -> Any:
         plan = plain(self, *arguments)
 
-        def first_of_three(request: Any) -> Any:
+        def first_of_these(request: Any) -> Any:
             if not request.fresh:
                 return plan(request)
-            before, self._only = self._only, frozenset(THREE)
+            before, self._only = self._only, frozenset(peers)
             try:
                 return plan(request)
             finally:
                 self._only = before
 
-        return first_of_three
+        return first_of_these
 
     monkeypatch.setattr(AsyncClient, "_planner", planner)
 
