@@ -643,7 +643,7 @@ class Node:
         if error is not None and not isinstance(error, SwarmError):
             log.error("a task of the node failed", exc_info=error)
             task.get_loop().call_exception_handler(
-                {"message": "a task of the node failed", "exception": error, "task": task}
+                {"message": "a task of the node failed", "exception": error}
             )
 
 
