@@ -518,10 +518,30 @@ class stalled:
         self._go.set()
 
 
-def in_thread(work: Callable[[], None]) -> threading.Thread:
-    thread = threading.Thread(target=work)
-    thread.start()
-    return thread
+class Meanwhile:
+    """Work in a thread while a command runs here. Where it fails, the command is interrupted and `join` raises."""
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self._work = work
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._work()
+        except BaseException as error:
+            self._error = error
+            interrupt_me()
+
+    def join(self) -> None:
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+
+def interrupt_me(number: int = signal.SIGINT) -> None:
+    os.kill(os.getpid(), number)
 
 
 def test_ctrl_c_ends_an_answer_and_frees_the_peers_at_once(swarm: Swarm, own: TinySwarm, model: Path) -> None:
@@ -531,10 +551,10 @@ def test_ctrl_c_ends_an_answer_and_frees_the_peers_at_once(swarm: Swarm, own: Ti
 
     def interrupt() -> None:
         opened.wait(WITHIN_S)
-        os.kill(os.getpid(), signal.SIGINT)
+        interrupt_me()
 
     with stalled(own, "ada"):
-        thread = in_thread(interrupt)
+        thread = Meanwhile(interrupt)
         said = swarm("generate", PROMPT, "--join", own.address)
         thread.join()
         assert said.code == cli.INTERRUPTED
@@ -590,14 +610,22 @@ def serving(monkeypatch: pytest.MonkeyPatch) -> Callable[[], PeerService]:
     return wait
 
 
-def interrupt_me(number: int = signal.SIGINT) -> None:
-    os.kill(os.getpid(), number)
-
-
 def shown_by(swarm: TinySwarm, name: str) -> set[str]:
     """Names of the peers that `name` knows to be alive."""
     node = swarm.peers[name].node
     return swarm.call(lambda: {entry.descriptor.name for entry in node.entries()})
+
+
+def until_shown(swarm: TinySwarm, name: str, state: str) -> None:
+    """Wait until ada, whom clients ask, knows this peer in that state. It serves once it was dialled back."""
+
+    async def wait() -> None:
+        node = swarm.peers["ada"].node
+        async with asyncio.timeout(WITHIN_S):
+            while (name, state) not in {(e.descriptor.name, e.heartbeat.state) for e in node.entries()}:
+                await node.changed()
+
+    swarm.run(wait())
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -612,7 +640,7 @@ def test_a_peer_that_is_told_to_stop_leaves_at_once(
         known.append(shown_by(own, "ada"))
         interrupt_me(number)
 
-    thread = in_thread(stop)
+    thread = Meanwhile(stop)
     said = start_peer(swarm, model, "--port", "0", "--name", "eve", "--join", own.address)
     thread.join()
     assert said.code == 0
@@ -658,6 +686,7 @@ def test_a_leaving_peer_hands_its_sessions_over(
 
     def move() -> None:
         serving()
+        until_shown(own, "eve", "serving")
         reading = Reading(own)
         try:
             reading.piece()
@@ -672,7 +701,7 @@ def test_a_leaving_peer_hands_its_sessions_over(
         finally:
             reading.close()
 
-    thread = in_thread(move)
+    thread = Meanwhile(move)
     options = ("--port", "0", "--layers", "3:6", "--name", "eve", "--join", own.address)
     said = start_peer(swarm, model, *options)
     thread.join()
@@ -699,29 +728,23 @@ def test_a_session_that_can_move_nowhere_holds_nobody_back_for_long(
 
     def stop() -> None:
         eve = serving()
+        until_shown(own, "eve", "serving")
         reading = Reading(own)
         try:
             reading.piece()
             interrupt_me()
-            own.run(until_draining(own, "eve"))
+            until_shown(own, "eve", "draining")
             assert eve.server.sessions == 1
             interrupt_me()
         finally:
             reading.close()
 
-    thread = in_thread(stop)
+    thread = Meanwhile(stop)
     options = ("--port", "0", "--layers", "3:6", "--name", "eve", "--join", own.address)
     said = start_peer(swarm, model, *options)
     thread.join()
     assert (said.code, exits) == (0, [cli.INTERRUPTED])
     assert shown_by(own, "ada") == {"ada"}
-
-
-async def until_draining(swarm: TinySwarm, name: str) -> None:
-    node = swarm.peers["ada"].node
-    async with asyncio.timeout(WITHIN_S):
-        while (name, "draining") not in {(e.descriptor.name, e.heartbeat.state) for e in node.entries()}:
-            await node.changed()
 
 
 # ---------------------------------------------------------------- the process itself
@@ -764,6 +787,7 @@ def test_a_killed_peer_starts_again_as_itself_and_stops_in_order(
     with peer_process(model, home, *options) as second:
         assert second.stdout is not None and second.stderr is not None
         after = second.stdout.readline()
+        until_shown(own, "eve", "serving")
         said = swarm("generate", PROMPT, "--max-tokens", "4", "--join", own.address)
         assert (said.code, "via ada 0-2 → eve 3-5" in said.err) == (0, True)
         second.send_signal(signal.SIGTERM)
