@@ -159,6 +159,23 @@ async def test_pieces_join_to_the_whole_and_never_split_a_character(tiny: Tiny) 
     assert seen, "no character of several tokens occurred, so nothing was tested"
 
 
+async def test_what_was_held_back_comes_with_the_last_piece(tiny: Tiny) -> None:
+    """An answer that is cut within a character, and one that ends with the beginning of a stop string."""
+    options: dict[str, Any] = {"temperature": 1.0, "seed": 2}
+    async with tiny.client(chain="one") as client:
+        ids = (await client.generate("é", max_tokens=120, **options)).token_ids
+        cut = next(
+            n
+            for n in range(2, 120)
+            if tiny.oracle.text(ids[:n])[-1] == "�" != tiny.oracle.text(ids[: n + 1])[-1]
+        )
+        within_a_character = await client.generate("é", max_tokens=cut, **options)
+        stop = tiny.oracle.text(ids[:40])[-3:] + "and more"
+        within_a_stop = await client.generate("é", max_tokens=40, stop=stop, **options)
+    assert within_a_character.text == tiny.oracle.text(ids[:cut])
+    assert (within_a_stop.text, within_a_stop.finish_reason) == (tiny.oracle.text(ids[:40]), "length")
+
+
 async def test_hops_notes_and_seed_are_told_while_it_runs(tiny: Tiny) -> None:
     async with tiny.client(chain="three") as client:
         answer = client.stream("Hello", max_tokens=8, seed=5)
@@ -726,6 +743,11 @@ async def test_steps_must_have_the_models_shape_and_type(tiny: Tiny) -> None:
         session = bytes([7, number]) * 8
         stream = await chained(stranger, session)
         assert reason in await stranger.end("b", *steps_of(stranger, session, tensors))
+        link, _ = steps_of(stranger, session, tensors)
+        assert "a Step of epoch 1" in await stranger.end(
+            "b", link, Step(hidden(1), epoch=2, round=0, position=0)
+        )
+        assert "got Credit" in await stranger.end("b", link, Credit(1, 9, 0))
         await stream.send(Close(1))
         await stream.end()
     await stranger.transport.close()

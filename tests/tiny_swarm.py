@@ -159,7 +159,7 @@ class Background:
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self.loop.run_forever, name="tiny swarms")
+        self._thread = threading.Thread(target=self.loop.run_forever, name="tiny swarms", daemon=True)
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
@@ -358,6 +358,8 @@ class Tiny:
         return Client(swarm.address, home=self.new_home(), only=CHAINS.get(chain, ()), **options)
 
     def close(self) -> None:
-        for swarm in self._swarms:
-            swarm.close()
-        self._background.close()
+        try:
+            for swarm in self._swarms:
+                swarm.close()
+        finally:
+            self._background.close()
