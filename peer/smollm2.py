@@ -125,9 +125,17 @@ def main(arguments: list[str]) -> int:
     except (ModelError, CapacityError) as error:
         print(json.dumps({"error": type(error).__name__, "text": str(error)}), flush=True)
         return 1
+    except OSError as error:  # the cache's place: no directory, not writable, full
+        print(json.dumps({"error": "ModelError", "text": _cant_keep(model, cache, error)}), flush=True)
+        return 1
     except KeyboardInterrupt:
         return 130
     return 0
+
+
+def _cant_keep(model: PackagedModel, cache: Path, error: OSError) -> str:
+    where, why = error.filename or cache, (error.strerror or str(error)).lower()
+    return f"{model.keyword} can't be kept at {where} ({why}); mend that, or set SWARM_CACHE to another directory"
 
 
 class _Children:
@@ -280,7 +288,7 @@ def _convert(gguf: Path, partial: Path, target: Path) -> None:
     partial.mkdir()
     try:
         convert(gguf, partial, _report)
-    except (OSError, ValueError, KeyError) as error:
+    except (ValueError, KeyError) as error:  # not OSError: a full disk is no fault of the file
         gguf.unlink(missing_ok=True)
         raise BrokenModel(f"{gguf.name} can't be converted ({error}); start again to fetch it anew") from error
     os.replace(partial, target)

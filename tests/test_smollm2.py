@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -339,6 +340,28 @@ def test_too_little_disk_is_said_with_numbers(packaged: PackagedModel, index: Pa
     text = failure(tmp_path / "cache", greedy, CapacityError)
     assert "tiny needs 1000000000.00 GB of disk" in text
     assert "are free at" in text
+
+
+def test_a_cache_that_cannot_be_written_is_named(packaged: PackagedModel, index: Path, tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("a file where the directory should be")
+    text = failure(tmp_path / "cache", packaged, ModelError)
+    assert f"{tmp_path / 'cache'}" in text
+    assert "not a directory" in text
+    assert "SWARM_CACHE" in text
+
+
+def test_a_disk_that_fills_while_converting_does_not_cost_the_download(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("peer.gguf_llama.convert", full)
+    gguf = tmp_path / "model.gguf"
+    gguf.write_bytes(b"GGUF")
+    with pytest.raises(OSError, match="No space left"):
+        smollm2._convert(gguf, tmp_path / "partial", tmp_path / "target")
+    assert gguf.exists()
 
 
 # -- the real one ----------------------------------------------------------------------------------------
