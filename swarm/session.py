@@ -201,7 +201,8 @@ class RepairStarted:
 
 @dataclass(frozen=True, slots=True)
 class Repaired:
-    """The first new token after trouble. stalled_s: since the trouble was noticed. epochs: tries."""
+    """The first new token after trouble. stalled_s: since it was owed, so what nobody noticed for a
+    while counts too. epochs: tries."""
 
     reason: str
     lost: tuple[PeerId, ...]
@@ -969,7 +970,9 @@ class Session:
         return True
 
     def _new_repair(self, reason: str, now: float) -> _Repair:
-        return _Repair(reason, now, self._route, len(self._ids), patient_since=now)
+        owed = self._owed_since if self.phase in (Phase.RESUMING, Phase.RUNNING) else None
+        since = now if owed is None else owed
+        return _Repair(reason, since, self._route, len(self._ids), patient_since=now)
 
     def _note_lost(self, peer: PeerId, reason: str, now: float) -> None:
         if self._repair is None:

@@ -47,6 +47,7 @@ from swarm.errors import (
 )
 from swarm.identity import PEER_ID_CHARACTERS, Identity, PeerId, key_bytes
 from swarm.messages import Message, Unsupported
+from swarm.noise import MAX_NETWORK_NAME
 from swarm.wire import Admit, Connection, Limits, Priority
 
 log = logging.getLogger("swarm.transport")
@@ -98,11 +99,22 @@ def parse_address(text: str) -> Address:
         peer = PeerId(identity)
     if not host or any(character.isspace() or character in "/[]" for character in host):
         raise _bad_address(text, "there is no host in it")
+    if not _resolvable(host):
+        raise _bad_address(text, "its host is no name that could be looked up")
     if port == "":
         return Address(peer, host, DEFAULT_PORT)
     if not (port.isascii() and port.isdigit()) or not 0 < int(port) < 1 << 16:
         raise _bad_address(text, f"{port!r} is not a port from 1 to 65535")
     return Address(peer, host, int(port))
+
+
+def _resolvable(host: str) -> bool:
+    """Whether the resolver takes it at all: what it can't encode, it answers with a ValueError, and hosts come
+    from strangers' records."""
+    try:
+        return host.isprintable() and bool(host.encode("idna"))
+    except UnicodeError:
+        return False
 
 
 def _split_port(place: str) -> tuple[str, str]:
@@ -186,14 +198,6 @@ class Stream:
                 await self._reader
             finally:
                 self._reader = None
-        return self._take()
-
-    def receive_nowait(self) -> Message | None:
-        """The next message if it is here already. Raises StreamClosed behind the last one."""
-        if not self._inbox:
-            if self._ended_reason is not None:
-                raise StreamClosed(self._ended_reason)
-            return None
         return self._take()
 
     async def end(self) -> None:
@@ -369,7 +373,8 @@ class Link(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
-        self.connection.lost(str(exc) if exc else "the other side closed it")
+        reason = _plain(exc) if isinstance(exc, OSError) else str(exc or "")
+        self.connection.lost(reason or "the other side closed it")
         self.transmit()
         self.gone.set()
         self.owner.forget(self)
@@ -522,6 +527,8 @@ class Transport:
         known_hosts: KnownHosts | None = None,
         limits: Limits = wire.DEFAULT_LIMITS,
     ) -> None:
+        if not 0 < len(network.encode()) <= MAX_NETWORK_NAME:
+            raise UsageError(f"a network's name takes 1 to {MAX_NETWORK_NAME} bytes, got {network[:120]!r}")
         self.identity, self.network = identity, network
         self.loop = asyncio.get_running_loop()
         self.on_link: list[Callable[[Link], None]] = []

@@ -259,6 +259,22 @@ def test_who_does_not_answer_has_failed() -> None:
     assert talk.seen(RepairStarted)[0].lost == (C,)
 
 
+def test_the_stall_is_as_long_as_the_reader_waited_not_only_since_it_was_noticed() -> None:
+    talk = Talk().running()
+    talk.token(3, 10)
+    ask = overdue(talk)  # 2 s
+    where(talk, A, ask)
+    talk.pass_time(1.0)
+    where(talk, A, ask + 1)
+    talk.pass_time(2.0)  # C is found silent
+    talk.pass_time(0.5)
+    talk.hear(A, Prepared(2, 4))
+    talk.hear(D, Opened(2))
+    talk.token(4, 11, peer=D)
+    (repaired,) = talk.seen(Repaired)
+    assert repaired.stalled_s == 2.0 + 1.0 + 2.0 + 0.5
+
+
 def test_two_equal_answers_of_a_busy_engine_mean_stuck() -> None:
     talk = Talk().running()
     talk.token(3, 10)
