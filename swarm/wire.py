@@ -459,10 +459,6 @@ class Connection:
         return happened
 
     @property
-    def secured(self) -> bool:
-        return self._handshake is None
-
-    @property
     def closed(self) -> bool:
         return self._closed
 

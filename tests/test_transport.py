@@ -116,11 +116,26 @@ def test_every_way_to_write_an_address_is_read(text: str, address: Address) -> N
         "[::1]x:5",
         "@host",
         "host:-1",
+        "a" * 64 + ".example.org",
+        "a..b",
+        "ho\0st",
+        "ho\x1b[2Jst",
     ],
 )
 def test_what_is_no_address_is_refused_with_an_example(text: str) -> None:
     with pytest.raises(UsageError, match=r"192\.168\.1\.20:7070"):
         parse_address(text)
+
+
+async def test_a_peer_that_advertises_a_host_no_resolver_takes_is_unreachable_and_no_bug_of_ours(make: Make) -> None:
+    client = await make(Identity.ephemeral(), listen=False)
+    with pytest.raises(PeerFailed, match="looked up"):
+        await client.link_to(PEER, ["a" * 64 + ":7070"])
+
+
+async def test_a_network_whose_name_does_not_fit_the_handshake_is_refused() -> None:
+    with pytest.raises(UsageError, match="1 to 64 bytes"):
+        Transport(Identity.ephemeral(), "n" * 65)
 
 
 # ---------------------------------------------------------------- links and streams
