@@ -6,13 +6,18 @@ The peers are separate processes with memory budgets of their own; nothing is as
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import signal
 import tempfile
+import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
 
+from peer.checkpoint import Progress
 from peer.local import READY_TIMEOUT_S, LocalSwarm
 from peer.progress import terminal_progress
 from peer.smollm2 import ensure_smollm2
@@ -50,10 +55,10 @@ async def start_swarm(swarm: LocalSwarm, client: AsyncClient, tell: Console) -> 
 async def run_demo(prompt: str | None, as_json: bool) -> int:
     """The whole demo; returns the exit code: 0 identical, 1 not, 3 the answer ended before the kill."""
     tell = terminal(stderr=as_json)
-    with tempfile.TemporaryDirectory(prefix="swarm-demo-") as folder:
+    with _told_to_end_like_ctrl_c(), tempfile.TemporaryDirectory(prefix="swarm-demo-") as folder:
         home, cache = Path(folder), StateDir.open(None).cache
         with terminal_progress() as progress:
-            await asyncio.to_thread(ensure_smollm2, cache, progress)
+            await _prepared(cache, progress)
         tell.print(f"starting {len(PEERS)} peers, each with a memory budget of its own ...")
         async with LocalSwarm("smollm2", home, cache) as swarm:
             client = AsyncClient(swarm.address, home=home / "client")
@@ -62,6 +67,44 @@ async def run_demo(prompt: str | None, as_json: bool) -> int:
                 return await _play(client, swarm, prompt or PROMPT, tell, as_json)
             finally:
                 await client.aclose()
+
+
+@contextlib.contextmanager
+def _told_to_end_like_ctrl_c() -> Iterator[None]:
+    """SIGTERM, and SIGHUP when the terminal is closed, clean up as well."""
+    names = ("SIGTERM", "SIGHUP")  # the second isn't everywhere
+    numbers = [getattr(signal, name) for name in names if hasattr(signal, name)]
+    ours = [number for number in numbers if signal.getsignal(number) is signal.SIG_DFL]  # nohup ignores one
+    for number in ours:
+        signal.signal(number, lambda *_: signal.raise_signal(signal.SIGINT))
+    try:
+        yield
+    finally:
+        for number in ours:
+            signal.signal(number, signal.SIG_DFL)
+
+
+async def _prepared(cache: Path, progress: Progress) -> None:
+    """The model is there. In a thread that nobody waits for: Ctrl-C doesn't wait for a download, which ends
+    with this process."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[None] = loop.create_future()
+
+    def tell(error: BaseException | None) -> None:
+        if not done.done():
+            done.set_exception(error) if error else done.set_result(None)
+
+    def prepare() -> None:
+        error: BaseException | None = None
+        try:
+            ensure_smollm2(cache, progress)
+        except BaseException as found:
+            error = found
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(tell, error)
+
+    threading.Thread(target=prepare, name="smollm2", daemon=True).start()
+    await done
 
 
 async def _play(client: AsyncClient, swarm: LocalSwarm, prompt: str, tell: Console, as_json: bool) -> int:

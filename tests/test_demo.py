@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import signal
 import subprocess
 import sys
+import threading
 from functools import lru_cache
 from itertools import permutations
 from pathlib import Path
@@ -14,11 +16,13 @@ import psutil
 import pytest
 
 from peer.capacity import parse_memory, plan_memory
-from peer.demo import KILL_AFTER_TOKENS, PEERS
+from peer.checkpoint import no_progress
+from peer.demo import KILL_AFTER_TOKENS, PEERS, _prepared
 from peer.hop import HopConfig
 from peer.source import resolve_model
 from routing.placement import Capacity, Claim, choose_span
 from routing.planner import coverage
+from swarm.errors import ModelError
 from swarm.state import StateDir
 from tests.processes import ROOT, command, environment
 
@@ -47,6 +51,34 @@ def test_whatever_the_order_of_arrival_every_layer_has_two_peers(smollm2_dir: Pa
         counts = coverage(source.layers, [claim.span for claim in claims])
         assert min(counts) >= 2, f"{order}: {counts}"
         assert max(len(claim.span) for claim in claims) < source.layers
+
+
+def test_ctrl_c_does_not_wait_for_a_download(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    begun, over = threading.Event(), threading.Event()
+
+    def download(*_: object) -> None:
+        begun.set()
+        over.wait()
+
+    async def interrupted() -> None:
+        waiting = asyncio.create_task(_prepared(tmp_path, no_progress))
+        await asyncio.to_thread(begun.wait)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+
+    monkeypatch.setattr("peer.demo.ensure_smollm2", download)
+    asyncio.run(interrupted())  # ends although the download hasn't
+    over.set()
+
+
+async def test_what_keeps_the_model_away_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def fail(*_: object) -> None:
+        raise ModelError("no network")
+
+    monkeypatch.setattr("peer.demo.ensure_smollm2", fail)
+    with pytest.raises(ModelError, match="no network"):
+        await _prepared(tmp_path, no_progress)
 
 
 @pytest.mark.long
@@ -96,6 +128,6 @@ def test_no_process_outlives_the_demo(tmp_path: Path, how: signal.Signals) -> No
     process.wait(timeout=30)
     _, alive = psutil.wait_procs(children, timeout=30)
     assert not alive
-    if how is signal.SIGINT:
+    if how is not signal.SIGKILL:
         assert process.returncode == 130
         assert not list(tmp_path.glob("swarm-demo-*"))
