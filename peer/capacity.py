@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 from routing.placement import Capacity
 from routing.spans import Span
 from swarm.errors import CapacityError, UsageError
+from swarm.tensors import ITEM_BYTES
 
 if TYPE_CHECKING:
     import torch
@@ -34,7 +35,6 @@ KV_PER_WEIGHT = 0.5  # KV takes up to half of its layers' weight bytes before it
 BUFFER_BYTES = 32 << 20  # streams, messages in flight and the interpreter's own growth
 WORKSPACE_SLACK = 1.5  # estimate over a measured step's live tensors (SmolLM2, 256 tokens: 13 MiB)
 DTYPES = ("float32", "bfloat16", "float16")
-ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 _UNITS = {"": 1, "B": 1}
 _UNITS |= {f"{letter}{end}": 1000**n for n, letter in enumerate("KMGT", 1) for end in ("", "B")}
@@ -223,6 +223,13 @@ def numerics_class(device: str, dtype: str, quantisation: str = "", tf32: bool =
     """How a peer computes (protocol.md): chains and repairs stay within one class where they can."""
     parts = [device.partition(":")[0], dtype, quantisation, "tf32" if tf32 else ""]
     return "/".join(part for part in parts if part)
+
+
+def uses_tf32(device: str, dtype: str) -> bool:
+    """Whether float32 products are rounded to 10 bits: a newer CUDA GPU does so where torch was told to allow it."""
+    import torch
+
+    return device.startswith("cuda") and dtype == "float32" and torch.get_float32_matmul_precision() != "highest"
 
 
 # ---------------------------------------------------------------- the machine: memory

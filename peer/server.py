@@ -8,9 +8,10 @@ The state outlives its streams: a client that reconnects finds it until the leas
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,8 +50,9 @@ from swarm.messages import (
     Unknown,
 )
 from swarm.node import Node
+from swarm.packing import Specs
 from swarm.race import race
-from swarm.records import Descriptor, open_record
+from swarm.records import open_descriptor
 from swarm.tensors import ITEM_BYTES, ids_tensor, read_ids
 from swarm.transport import Link, Stream, Transport
 from swarm.wire import Priority
@@ -59,6 +61,7 @@ log = logging.getLogger("swarm.server")
 
 MAX_STEP_ROWS = 2048  # rows of one step that a neighbour may send; our own chunks are far smaller
 STEP_HEADER_BYTES = 1024  # a step's map
+TELL_AGAIN_S = 6.0  # while leaving: above the 5 s for which a client with nowhere to go lets the matter rest
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,11 +141,13 @@ class Server:
             raise MessageError("a stream is for one hop of one session")
         run = self.runs.get(key)
         if run is not None:
+            if isinstance(message, Open) and (wrong := self._unservable(message)) is not None:
+                raise MessageError(wrong)
             return run
         if isinstance(message, Prepare):
             stream.send_nowait(Unknown(message.epoch))
             return None
-        reason = self._refusal(message)
+        reason = self._unservable(message) or self._no_room(message)
         if reason is not None:
             stream.send_nowait(RefusedMessage(message.epoch, reason, self.config.retry_after_s))
             return None
@@ -150,20 +155,24 @@ class Server:
         self.emptied.clear()
         return run
 
-    def _refusal(self, message: Open) -> str | None:
-        """Why this session can't be held here, or None."""
+    def _unservable(self, message: Open) -> str | None:
+        """Why such a session could never be held here, or None."""
         serving = self.serving
         if message.fingerprint != serving.fingerprint:
             return f"another model is served here ({serving.fingerprint.hex()[:8]})"
         if not serving.span.covers(message.span):
             return f"layers {message.span} aren't served here, {serving.span} are"
-        if self.draining:
-            return "draining"
         if message.reserve > serving.context:
             return f"{message.reserve} positions are beyond the context of {serving.context} here"
+        return None
+
+    def _no_room(self, message: Open) -> str | None:
+        """Why one more session can't be held now, or None; silent ones are let go for it."""
+        if self.draining:
+            return "draining"
         self._make_room(message.reserve, message.span)
-        if len(self.runs) >= serving.max_sessions:
-            return f"full: {len(self.runs)} of {serving.max_sessions} sessions are open"
+        if len(self.runs) >= self.serving.max_sessions:
+            return f"full: {len(self.runs)} of {self.serving.max_sessions} sessions are open"
         return None
 
     def _make_room(self, positions: int, span: Span) -> None:
@@ -185,6 +194,7 @@ class Server:
     async def _on_steps(self, stream: Stream, link: Message) -> None:
         assert isinstance(link, StepsLink)
         run = self._linked(link)
+        stream.admit(self._admit_step)
         while await run.ready_for(link.epoch):
             run.check_sender(stream.link.peer, first=False)
             step = await stream.receive()
@@ -210,24 +220,28 @@ class Server:
 
     def hidden(self, step: Step) -> Tensor:
         """The step's rows as a tensor [n, width]. Raises MessageError unless shape and dtype are the model's."""
-        raw = step.tensors.get("hidden")
-        if raw is None or len(raw.shape) != 2 or raw.dtype != self.serving.dtype:
-            raise MessageError(f"a step carries `hidden` as {self.serving.dtype} [n, {self.serving.width}]")
-        rows, width = raw.shape
-        if width != self.serving.width or not 0 < rows <= MAX_STEP_ROWS:
+        self._check_hidden({name: (raw.dtype, raw.shape) for name, raw in step.tensors.items()})
+        return from_raw(step.tensors["hidden"])
+
+    def _admit_step(self, values: Mapping[str, Any], specs: Specs) -> None:
+        """Looked at when a step's map is here, before memory is taken for its rows. Raises MessageError."""
+        if values.get("kind") == Step.kind:
+            self._check_hidden({name: (dtype, shape) for name, dtype, shape in specs})
+
+    def _check_hidden(self, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
+        dtype, shape = tensors.get("hidden", ("nothing", ()))
+        wanted, width = self.serving.dtype, self.serving.width
+        if dtype != wanted or len(shape) != 2 or shape[1] != width or not 0 < shape[0] <= MAX_STEP_ROWS:
             raise MessageError(
-                f"a step's `hidden` is [n, {self.serving.width}], n up to {MAX_STEP_ROWS}, got {list(raw.shape)}"
+                f"a step carries `hidden` as {wanted} [n, {width}], n up to {MAX_STEP_ROWS}, got {list(shape)} {dtype}"
             )
-        return from_raw(raw)
 
     def run_at(self, client: PeerId, session: bytes, start: int) -> HopRun | None:
         return self.runs.get(SessionKey(client, session, start))
 
     async def reach(self, to: HopRef) -> Link:
         """A connection to another hop, by the addresses in its signed descriptor. Raises PeerFailed."""
-        record = open_record(to.descriptor)
-        assert isinstance(record, Descriptor), "checked when the chain came"
-        return await self.transport.link_to(to.peer, record.addresses)
+        return await self.transport.link_to(to.peer, open_descriptor(to.descriptor).addresses)
 
     def forget(self, run: HopRun) -> None:
         self.runs.pop(run.key, None)
@@ -238,15 +252,26 @@ class Server:
     # ------------------------------------------------------------ leaving
 
     async def drain(self, within_s: float) -> None:
-        """No new sessions; those open are told to go elsewhere. Returns when none is left or time is up."""
+        """No new sessions; those open are told to go elsewhere. Returns when none is left or time is up.
+
+        Told again and again, since whoever could take them over may only be starting.
+        """
         self.draining = True
-        for run in list(self.runs.values()):
-            run.leave(within_s)
-        try:
-            async with asyncio.timeout(within_s):
-                await self.emptied.wait()
-        except TimeoutError:
+        loop = asyncio.get_running_loop()
+        until = loop.time() + within_s
+        while self.runs and (left_s := until - loop.time()) > 0:
+            for run in list(self.runs.values()):
+                run.leave(left_s)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(min(left_s, TELL_AGAIN_S)):
+                    await self.emptied.wait()
+        if self.runs:
             log.info("%d sessions were still open after %.0f s", len(self.runs), within_s)
+
+    def close(self) -> None:
+        """Let go of what is still open without a word (the connections, which close now too, say it)."""
+        for run in list(self.runs.values()):
+            run.let_go()
 
 
 class HopRun:
@@ -273,7 +298,8 @@ class HopRun:
         """Raises MessageError when the message can't be right."""
         if isinstance(message, Open | Prepare):
             check_target(message, self._server.me)
-        self._stream = stream
+        if self._stream is None or isinstance(message, Open | Prepare):  # else a late one on a stream given up
+            self._stream = stream
         self._drive(self.core.receive, message)
         if isinstance(message, Open):
             self._server.on_change()
@@ -306,7 +332,7 @@ class HopRun:
             self._stream = None
             self._drive(self.core.client_gone)
         if self.core.finished:
-            self._free()
+            self.let_go()
 
     def link_up(self, epoch: int) -> None:
         self._drive(self.core.link_up, epoch)
@@ -361,7 +387,7 @@ class HopRun:
             case Compute():
                 self._compute(effect)
             case Free():
-                self._free()
+                self.let_go()
 
     def _to_client(self, message: Message) -> None:
         if self._stream is not None:
@@ -411,8 +437,8 @@ class HopRun:
         self.core.computed(work, result.output, result.token, self.now, spent)
         self._transmit()
 
-    def _free(self) -> None:
-        """Nothing of this session is left afterwards."""
+    def let_go(self) -> None:
+        """No timer, stream or task of this session is left afterwards."""
         if self._freed:
             return
         self._freed = True
@@ -428,8 +454,7 @@ def check_target(message: Open | Prepare, me: PeerId) -> None:
     target = message.next or message.first
     if target.peer == me:
         return
-    record = open_record(target.descriptor)
-    if not isinstance(record, Descriptor) or record.peer != target.peer:
+    if open_descriptor(target.descriptor).peer != target.peer:
         raise MessageError(f"the descriptor of hop {target.peer[:8]} isn't signed by that peer")
 
 

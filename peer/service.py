@@ -38,6 +38,7 @@ from peer.capacity import (
     show,
     told_when_out_of_memory,
     torch_dtype,
+    uses_tf32,
 )
 from peer.checkpoint import Progress, no_progress
 from peer.hop import HopConfig
@@ -179,7 +180,6 @@ class PeerService:
         self.transport = Transport(self._dir.identity, options.network, known_hosts=known)
         self._stack.push_async_callback(self.transport.close)
         await self.transport.listen(options.host, options.port)
-        self.transport.handle(GetFiles, self._on_files)
         self.node = Node(self.transport, role="peer", state=self._state, peer_dir=self._dir, rng=self._rng)
         self._stack.push_async_callback(self.node.close)
         await self.node.start(options.join)
@@ -202,6 +202,7 @@ class PeerService:
             progress=self._progress,
         )
         await asyncio.to_thread(self._size_up)
+        self.transport.handle(GetFiles, self._on_files)  # no earlier: there was nothing to hand out
 
     def _size_up(self) -> None:
         """What of the model would fit here, told in a few lines. Imports torch, so it runs in a thread."""
@@ -212,7 +213,7 @@ class PeerService:
         self.device = describe_device(options.device)
         stored = str(getattr(config, "dtype", None) or "").removeprefix("torch.")
         self.dtype = pick_dtype(options.dtype, self.device.device, stored)
-        self.numerics = numerics_class(self.device.device, self.dtype)
+        self.numerics = numerics_class(self.device.device, self.dtype, tf32=uses_tf32(self.device.device, self.dtype))
         self.threads = options.threads or physical_cores()
         free = free_memory(self.device.device)
         budget = memory_budget(options.memory, self.device.device, free)
@@ -246,12 +247,12 @@ class PeerService:
             await self._advertise(wanted)
             self._say_claim("as asked for with --layers")
             return
-        if self._others():
+        if self._in_company():
             await asyncio.sleep(self._rng.random() * LONGEST_DELAY_S)
         span = self._choose()
         while True:
             mine = await self._advertise(span)
-            if not self._others():
+            if not self._in_company():
                 break
             await asyncio.sleep(SPREADING_S)
             better = recheck(self.source.layers, mine, self._others(), self.plan.capacity(), self._rng)
@@ -287,6 +288,10 @@ class PeerService:
             if entry.descriptor.peer != self.transport.identity.peer_id
             and entry.heartbeat.state != "draining"
         ]
+
+    def _in_company(self) -> bool:
+        """Whether somebody may be choosing right now: that we know of no claim doesn't say so, it may be on its way."""
+        return not self.node.alone or bool(self._others())
 
     def _why(self) -> str:
         others = [claim.span for claim in self._others()]
@@ -390,6 +395,7 @@ class PeerService:
         )
         self.server = Server(self.node, self.transport, self.engine, self.pool, serving, self.config)
         self.server.on_change = self._sessions_changed
+        self._stack.callback(self.server.close)
         self.node.heartbeat(self._load_now("serving"))
         self._beat = asyncio.create_task(self._keep_beating(), name="heartbeat")
 

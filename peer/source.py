@@ -14,6 +14,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -74,7 +75,7 @@ class ModelSource:
         """What a client needs, by name: see peer.tokenizer_bundle."""
         return dict(self.bundle)
 
-    @property
+    @cached_property
     def tokenizer_hash(self) -> bytes:
         return tokenizer_hash(self.bundle)
 

@@ -7,14 +7,15 @@ from collections.abc import Coroutine
 from typing import Any
 
 
-async def race(*works: Coroutine[Any, Any, None]) -> None:
+async def race(*works: Coroutine[Any, Any, object]) -> None:
     """Run all at once; when the first ends, cancel the others, wait for them, and raise what it raised."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in tasks:  # in the order given, so that two that end together give one answer
             if task in done:
-                return task.result()
+                task.result()
+                return
     finally:
         for task in tasks:
             task.cancel()

@@ -891,15 +891,15 @@ class Session:
 
     def _draining(self, key: HopKey, message: Draining, now: float) -> None:
         """A peer that leaves: repair away from it while it still serves, if somebody else can."""
+        self._forget_old(now)
         if key.peer in self._avoided:
             return
         self._avoided[key.peer] = now + max(self._config.refused_s, message.within_s)
-        self._forget_old(now)
         bad = frozenset(self._failed_peers) | frozenset(self._avoided)
         try:
             self._plan(self._request(bad, frozenset(self._bad_links)))
         except NoRoute:
-            self._avoided[key.peer] = now + self._config.refused_s  # nobody yet: it may say so again
+            self._avoided[key.peer] = now + self._config.refused_s  # nobody yet: it will say so again
             return
         self._trouble_unless_waiting(Refused(key.peer, "it is leaving the swarm"), now)
 

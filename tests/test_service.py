@@ -19,6 +19,8 @@ import pytest
 from peer import service as service_module
 from peer.engine import Engine
 from peer.service import PeerOptions, PeerService
+from routing.placement import Claim
+from routing.spans import Span
 from swarm import AsyncClient
 from swarm.errors import BrokenModel, CapacityError
 from swarm.registry import PeerEntry
@@ -189,6 +191,26 @@ def test_a_failed_start_frees_its_identity_and_its_port(
     port = failing.service.transport.port
     with Alone(swarm, state, model, port=port) as eve:
         assert eve.service.transport.identity.peer_id == failing.service.transport.identity.peer_id
+
+
+# ---------------------------------------------------------------- what it claims
+
+
+def test_in_company_a_claim_is_looked_at_again_though_none_was_known(
+    swarm: TinySwarm, state: StateDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two that begin to serve a model at the same moment know nothing of each other's claims yet."""
+    looked: list[Span] = []
+
+    def recheck(layers: int, mine: Claim, *others: object) -> Span:
+        looked.append(mine.span)
+        return mine.span
+
+    for name in ("LONGEST_DELAY_S", "SPREADING_S"):
+        monkeypatch.setattr(service_module, name, 0.01)
+    monkeypatch.setattr(service_module, "recheck", recheck)
+    with Alone(swarm, state, write_tiny_model(tmp_path / "other"), layers=None) as eve:
+        assert looked == [eve.service.span]
 
 
 # ---------------------------------------------------------------- who it is

@@ -343,6 +343,17 @@ def test_a_peer_that_leaves_is_left_without_blame_if_another_can_serve() -> None
     assert not talk.did  # nobody else: stay as long as it serves
 
 
+def test_a_peer_that_leaves_is_left_once_somebody_has_come_who_can_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(OFFERS, D)
+    talk = Talk().running()
+    talk.hear(C, Draining(1, 25.0))
+    assert not talk.did
+    monkeypatch.undo()
+    talk.now += 6.0
+    talk.hear(C, Draining(1, 19.0))
+    assert [peer for peer, _ in talk.sent(Open)] == [D]
+
+
 def test_repairs_that_make_no_token_are_bounded() -> None:
     talk = Talk().running()
     talk.token(3, 10)

@@ -185,6 +185,10 @@ class TinySwarm:
         self.peers: dict[str, PeerService] = {}
 
     @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        return self._background.loop
+
+    @property
     def address(self) -> str:
         return self.address_of(next(iter(self.peers)))
 

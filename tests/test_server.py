@@ -1,0 +1,84 @@
+"""A serving peer met by hand: what it refuses, and what it says while it leaves. Whole generations: test_generation."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from peer import server as server_module
+from routing.spans import Span
+from swarm.errors import StreamClosed
+from swarm.identity import Identity
+from swarm.messages import Draining, HopRef, Open, Opened
+from swarm.transport import Link, Transport, parse_address
+from tests.tiny_swarm import WITHIN_S, Background, TinySwarm, write_model
+
+SESSION = bytes(range(16))
+
+
+@pytest.fixture(scope="module")
+def peers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TinySwarm]:
+    """`ada` serves layers 0 to 3 of 6."""
+    folder: Path = tmp_path_factory.mktemp("server")
+    background = Background()
+    made = TinySwarm(background, folder / "home")
+    made.start("ada", write_model(folder / "model", seed=3), "0:4")
+    yield made
+    made.close()
+    background.close()
+
+
+@pytest.fixture
+async def link(peers: TinySwarm) -> AsyncIterator[Link]:
+    transport = Transport(Identity.ephemeral())
+    async with asyncio.timeout(WITHIN_S):
+        yield await transport.dial(parse_address(peers.address))
+    await transport.close()
+
+
+def open_message(peers: TinySwarm, epoch: int, stop: int, reserve: int = 16) -> Open:
+    """From layer 0 to `stop`, with another hop on the same peer behind it."""
+    ada = peers.peers["ada"]
+    me = HopRef(ada.transport.identity.peer_id, 0, ada.node.descriptor_bytes)
+    behind = HopRef(me.peer, stop, me.descriptor)
+    return Open(
+        SESSION, epoch, Span(0, stop), None, behind, me, behind, fingerprint=ada.source.fingerprint, reserve=reserve
+    )
+
+
+@pytest.mark.parametrize(
+    ("stop", "reserve", "why"), [(5, 16, "layers 0-4 aren't served here, 0-3 are"), (3, 100_000, "beyond the context")]
+)
+async def test_a_session_that_opens_anew_is_held_to_the_same_bounds(
+    peers: TinySwarm, link: Link, caplog: pytest.LogCaptureFixture, stop: int, reserve: int, why: str
+) -> None:
+    stream = link.open_stream()
+    await stream.send(open_message(peers, 1, 3))
+    assert await stream.receive() == Opened(1)
+    with caplog.at_level(logging.ERROR):
+        await stream.send(open_message(peers, 2, stop, reserve))
+        with pytest.raises(StreamClosed, match=why):
+            await stream.receive()
+    assert caplog.records == []
+    assert peers.held() == {"ada": 1}, "its lease runs on"
+    peers.evict("ada")
+
+
+async def test_a_leaving_peer_says_so_again_while_a_session_stays(
+    peers: TinySwarm, link: Link, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_module, "TELL_AGAIN_S", 0.01)
+    stream = link.open_stream()
+    await stream.send(open_message(peers, 1, 3))
+    assert await stream.receive() == Opened(1)
+    server = peers.peers["ada"].server
+    draining = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(server.drain(WITHIN_S), peers.loop))
+    told = [await stream.receive() for _ in range(3)]
+    assert all(isinstance(one, Draining) for one in told)
+    peers.evict("ada")
+    await draining
+    server.draining = False
