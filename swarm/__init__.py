@@ -6,7 +6,8 @@
             print(piece.text, end="", flush=True)
 """
 
-from swarm.client import AsyncClient, Client, join_addresses
+from swarm.blocking import Client
+from swarm.client import AsyncClient, join_addresses
 from swarm.errors import SwarmError
 from swarm.generation import Completion, Generation, Piece
 

@@ -1,4 +1,4 @@
-"""SHELL and public API: `AsyncClient`, and its twin `Client` for programs without an event loop.
+"""SHELL and public API: `AsyncClient`. Its twin for programs without an event loop is in `blocking.py`.
 
 A client holds no weights and advertises nothing. It needs the address of any one peer, learns the
 rest from the registry it subscribes to, and opens a chain per generation. Many generations may
@@ -8,26 +8,24 @@ run at once on one client.
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import os
 import random
 import secrets
-import threading
 import weakref
-from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypedDict, Unpack
 
 from swarm.chains import LiveModel, ModelStatus, choose_model, live_models, make_plan, model_status, plan_chain
 from swarm.errors import MessageError, NoRoute, PromptTooLong, SwarmError, Unreachable, UsageError
-from swarm.generation import Completion, Generation, Opening, Piece, RepairEvent, ServedBy, SessionDriver
+from swarm.generation import Completion, Generation, Opening, SessionDriver
 from swarm.identity import Identity, PeerId
 from swarm.messages import MAX_POSITION, Files, GetFiles, Sampling
 from swarm.node import Node
 from swarm.registry import PeerEntry
 from swarm.session import Plan, PlanRequest, Session, SessionConfig, Timings
 from swarm.state import StateDir
-from swarm.tokenizer import EncodedPrompt, TextCodec, bundle_hash
+from swarm.tokenizer import MAX_FILE_BYTES, EncodedPrompt, Prompt, TextCodec, bundle_hash, check_stop
 from swarm.transport import Transport
 
 DEFAULT_MAX_TOKENS = 512
@@ -35,13 +33,24 @@ PING_BUDGET_S = 0.3       # before the first plan: a route that avoids one slow 
 ASK_AGAIN_S = 60.0        # before a peer that didn't answer is pinged again
 MOST_PINGED = 16          # beyond it, the estimate from those measured will do
 FILES_TIMEOUT_S = 30.0    # a big tokenizer over a slow line
-MAX_FILES_BYTES = 64 << 20
-MAX_STOP_STRINGS = 16
+MAX_FILES_BYTES = sum(MAX_FILE_BYTES.values()) + (1 << 20)  # each at its own limit, and what we don't read
+MOST_ASKED_FOR_FILES = 8  # peers that are asked for the tokenizer, one after the other; all but the dead have it
 SESSION_ID_BYTES = 16
 PREFILL_CHUNK = 256       # what a peer runs per prefill step unless told otherwise; only for estimates
 CLOSED = "this client is closed; make a new one"
 
-Prompt = str | Sequence[Mapping[str, str]]
+
+class Options(TypedDict, total=False):
+    """What `AsyncClient.stream` takes beside the prompt, and explains."""
+
+    model: str | None
+    max_tokens: int | None
+    temperature: float | None
+    top_k: int | None
+    top_p: float | None
+    stop: str | Sequence[str]
+    seed: int | None
+    raw: bool
 
 
 class AsyncClient:
@@ -157,7 +166,7 @@ class AsyncClient:
 
         return Generation(opening)
 
-    async def generate(self, prompt: Prompt, **options: Any) -> Completion:
+    async def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Completion:
         """The whole answer; options and errors as for `stream`."""
         async with self.stream(prompt, **options) as generation:
             async for _ in generation:
@@ -174,9 +183,9 @@ class AsyncClient:
         stops: tuple[str, ...],
         raw: bool,
     ) -> Opening:
+        started = asyncio.get_running_loop().time()
         await self.connect()
         node = self._require_node()
-        started = asyncio.get_running_loop().time()
         live = choose_model(live_models(self._usable(node.entries())), model)
         codec = await self._codec(live)
         encoded = await codec.encode_prompt(prompt, raw=raw)
@@ -191,6 +200,7 @@ class AsyncClient:
             stop_ids=tuple(codec.eos_ids),
             fingerprint=live.fingerprint,
             reserve=limit,
+            chunk=PREFILL_CHUNK,
         )
         names: dict[PeerId, str] = {}
         session = Session(config, self._planner(live, limit, names), self._rng, self._timings)
@@ -312,14 +322,15 @@ class AsyncClient:
             if known is not None:
                 return known
         problem: SwarmError = NoRoute(live.name, "0", 0, 0, "no peer is left that could send the tokenizer")
-        for entry in entries[:3]:
+        for entry in entries[:MOST_ASKED_FOR_FILES]:
             wanted = entry.descriptor.tokenizer_hash
             try:
                 files = await self._fetch_files(entry.descriptor.peer, wanted)
+                codec = await asyncio.to_thread(TextCodec.from_files, files)  # may take seconds
             except SwarmError as error:
                 problem = error
                 continue
-            codec = self._codecs[wanted] = await asyncio.to_thread(TextCodec.from_files, files)  # may take seconds
+            self._codecs[wanted] = codec
             return codec
         raise problem
 
@@ -371,16 +382,6 @@ def join_addresses(address: str | Sequence[str] | None) -> tuple[str, ...]:
     return (address,) if isinstance(address, str) else tuple(address)
 
 
-def check_stop(stop: str | Sequence[str]) -> tuple[str, ...]:
-    """Raises UsageError on empty or too many stop strings."""
-    if not isinstance(stop, Sequence):
-        raise UsageError(f"stop is a string or a list of strings, got {stop!r}")
-    stops = (stop,) if isinstance(stop, str) else tuple(stop)
-    if len(stops) > MAX_STOP_STRINGS or not all(isinstance(one, str) and one for one in stops):
-        raise UsageError(f"stop takes up to {MAX_STOP_STRINGS} strings, none of them empty")
-    return stops
-
-
 def check_numbers(
     max_tokens: int | None,
     temperature: float | None,
@@ -422,148 +423,3 @@ def choose_sampling(
         top_p=defaults.top_p if top_p is None else float(top_p),
         seed=secrets.randbits(63) if seed is None else seed,
     )
-
-
-T = TypeVar("T")
-
-
-class Client:
-    """`AsyncClient` for programs without an event loop: the same methods, blocking. Safe to use from threads.
-
-        with Client("192.168.1.20:7070") as client:
-            for piece in client.stream("Why is the sky blue?", max_tokens=100):
-                print(piece.text, end="", flush=True)
-    """
-
-    def __init__(self, address: str | Sequence[str] | None = None, **options: Any) -> None:
-        self._async = AsyncClient(address, **options)
-        self._lock = threading.Lock()  # around what decides whether there is a loop to ask
-        self._loop: asyncio.AbstractEventLoop | None = None  # until the first call
-        self._thread: threading.Thread | None = None
-        self.closed = False
-
-    def __enter__(self) -> Client:
-        try:
-            self.connect()
-        except BaseException:
-            self.close()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def connect(self) -> None:
-        self._call(self._async.connect())
-
-    def close(self) -> None:
-        """End whatever still runs, in whichever thread it is waited for. Harmless when repeated."""
-        with self._lock:
-            if self.closed:
-                return
-            self.closed = True
-        if self._loop is not None and self._thread is not None:
-            asyncio.run_coroutine_threadsafe(self._finish(), self._loop).result()
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
-            self._loop.close()
-
-    async def _finish(self) -> None:
-        await self._async.aclose()
-        await asyncio.get_running_loop().shutdown_default_executor()
-        others = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in others:
-            task.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
-
-    def stream(self, prompt: Prompt, **options: Any) -> Stream:
-        """As `AsyncClient.stream`, for a plain `for` loop."""
-        return Stream(self, self._async.stream(prompt, **options))
-
-    def generate(self, prompt: Prompt, **options: Any) -> Completion:
-        return self._call(self._async.generate(prompt, **options))
-
-    def peers(self) -> tuple[PeerEntry, ...]:
-        return self._call(self._peers())
-
-    async def _peers(self) -> tuple[PeerEntry, ...]:
-        return self._async.peers()
-
-    def status(self, model: str | None = None) -> tuple[ModelStatus, ...]:
-        return self._call(self._async.status(model))
-
-    def _call(self, work: Coroutine[Any, Any, T]) -> T:
-        with self._lock:
-            if self.closed:
-                work.close()
-                raise UsageError(CLOSED)
-            if self._loop is None:
-                self._loop = asyncio.new_event_loop()
-                self._thread = threading.Thread(target=self._loop.run_forever, name="swarm client", daemon=True)
-                self._thread.start()
-            future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        try:
-            return future.result()
-        except concurrent.futures.CancelledError:
-            if self.closed:
-                raise UsageError(CLOSED) from None
-            raise
-        except BaseException:
-            future.cancel()
-            raise
-
-
-class Stream:
-    """One answer as it is written, for a plain `for` loop; leaving the loop cancels it.
-
-    It tells the same as `Generation`: `hops`, `repairs`, `notes`, `seed`, and `result` once it is done.
-    """
-
-    def __init__(self, client: Client, generation: Generation) -> None:
-        self._client = client
-        self._generation = generation
-
-    def __iter__(self) -> Iterator[Piece]:
-        return self
-
-    def __next__(self) -> Piece:
-        if self._generation.over:
-            raise StopIteration
-        try:
-            return self._client._call(self._next())
-        except StopAsyncIteration:
-            raise StopIteration from None
-
-    async def _next(self) -> Piece:
-        return await self._generation.__anext__()
-
-    @property
-    def result(self) -> Completion | None:
-        return self._generation.result
-
-    @property
-    def hops(self) -> tuple[ServedBy, ...]:
-        return self._generation.hops
-
-    @property
-    def repairs(self) -> tuple[RepairEvent, ...]:
-        return self._generation.repairs
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        return self._generation.notes
-
-    @property
-    def seed(self) -> int | None:
-        return self._generation.seed
-
-    def close(self) -> None:
-        """Stop, and free what the peers hold for it. Harmless when it is over."""
-        if not (self._generation.over or self._client.closed):
-            self._client._call(self._generation.aclose())
-
-    def __enter__(self) -> Stream:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

@@ -54,6 +54,7 @@ __all__ = [
     "SamplingDefaults",
     "TextCodec",
     "bundle_hash",
+    "check_stop",
 ]
 
 Prompt = str | Sequence[Mapping[str, str]]
@@ -225,12 +226,7 @@ class TextCodec:
 
     def detokenizer(self, stop: Sequence[str] = ()) -> IncrementalText:
         """For one answer. Raises UsageError on stop strings that are empty, too long or too many."""
-        stops = (stop,) if isinstance(stop, str) else tuple(stop)
-        if len(stops) > MAX_STOP_STRINGS or not all(0 < len(one) <= MAX_STOP_CHARACTERS for one in stops):
-            raise UsageError(
-                f"stop takes up to {MAX_STOP_STRINGS} strings of 1 to {MAX_STOP_CHARACTERS} characters"
-            )
-        return IncrementalText(self._id_stage(), self._cleaned, stops)
+        return IncrementalText(self._id_stage(), self._cleaned, check_stop(stop))
 
     def _id_stage(self) -> IdStage:
         if isinstance(self._tokenizer.decoder, decoders.ByteLevel):
@@ -302,6 +298,16 @@ def bundle_hash(files: Mapping[str, bytes]) -> bytes:
             digest.update(len(text).to_bytes(2, "big") + text)
         digest.update(hashlib.sha256(files[name]).digest())
     return digest.digest()
+
+
+def check_stop(stop: str | Sequence[str]) -> tuple[str, ...]:
+    """Raises UsageError on stop strings that are empty, too long or too many."""
+    stops = (stop,) if isinstance(stop, str) else stop
+    sound = isinstance(stops, Sequence) and len(stops) <= MAX_STOP_STRINGS
+    if not sound or not all(isinstance(one, str) and 0 < len(one) <= MAX_STOP_CHARACTERS for one in stops):
+        bounds = f"up to {MAX_STOP_STRINGS} strings of 1 to {MAX_STOP_CHARACTERS} characters"
+        raise UsageError(f"stop takes {bounds}, got {str(stop)[:80]!r}")
+    return tuple(stops)
 
 
 # ---------------------------------------------------------------- the prompt
