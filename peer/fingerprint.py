@@ -1,13 +1,8 @@
 """Which model exactly: one SHA-256 over the files that decide what a model computes.
 
-Canonical encoding (protocol.md, "Model identity"), the same on every peer and in every release:
-
-    SHA-256( domain || entry* )      domain: ASCII, ends with a newline
-    entry = u16 len(role) || role || u16 len(name) || name || 32 bytes SHA-256 of the file's content
-
-with the entries sorted by (role, name), numbers big-endian and text in UTF-8. Roles are "config",
-"generation", "tokenizer", "template" and "weights". Every weight file of the whole model counts,
-whichever span is served; an index of shards doesn't, since the shards name their tensors themselves.
+It is `swarm.canonical.canonical_hash` under MODEL_DOMAIN. Roles are "config", "generation", "tokenizer",
+"template" and "weights" (`layout.Layout.hashes`). Every weight file of the whole model counts, whichever span
+is served; an index of shards doesn't, since the shards name their tensors themselves.
 
 Files on this disk are hashed once and remembered by path, size and time of change (`FileHashes`).
 """
@@ -17,34 +12,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import tempfile
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from peer.checkpoint import Progress, no_progress
+from swarm.state import atomic_write
 
 MODEL_DOMAIN = b"layerswarm model fingerprint 1\n"
-TOKENIZER_DOMAIN = b"layerswarm tokenizer 1\n"
 _CHUNK_BYTES = 1 << 20  # large enough to keep hashing, not calls, the cost; small enough to show progress
-
-
-@dataclass(frozen=True, order=True, slots=True)
-class FileHash:
-    role: str
-    name: str
-    sha256: bytes
-
-
-def canonical_hash(domain: bytes, files: Iterable[FileHash]) -> bytes:
-    """The 32 bytes described above."""
-    digest = hashlib.sha256(domain)
-    for file in sorted(files):
-        for text in (file.role.encode(), file.name.encode()):
-            digest.update(len(text).to_bytes(2, "big") + text)
-        assert len(file.sha256) == 32, file
-        digest.update(file.sha256)
-    return digest.digest()
 
 
 @dataclass(frozen=True)
@@ -64,7 +39,7 @@ class FileHashes:
         known = _remembered(memory, facts)
         if known is None:
             known = hash_file(path, progress)
-            write_atomically(memory, json.dumps({**facts, "sha256": known.hex()}).encode())
+            atomic_write(memory, json.dumps({**facts, "sha256": known.hex()}).encode())
         return known
 
 
@@ -87,18 +62,3 @@ def hash_file(path: Path, progress: Progress = no_progress) -> bytes:
             done += len(chunk)
             progress(f"checking {path.name}", done, total)
     return digest.digest()
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """Readers, and a start after a power loss, see the old content or the new, never a part."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, partial = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as stream:
-            stream.write(content)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(partial, path)
-    except BaseException:
-        Path(partial).unlink(missing_ok=True)
-        raise

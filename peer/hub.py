@@ -23,11 +23,12 @@ from urllib.parse import quote
 
 from peer.checkpoint import Progress, TensorSpec
 from peer.directory import DirectoryFiles
-from peer.fingerprint import FileHashes, write_atomically
+from peer.fingerprint import FileHashes
 from peer.layout import ModelFiles
 from peer.resumable import download
 from peer.safetensors_header import broken, describe
 from swarm.errors import BrokenModel, CapacityError, GatedModel, ModelError, ModelNotFound
+from swarm.state import atomic_write
 
 if TYPE_CHECKING:
     from huggingface_hub.hf_api import ModelInfo
@@ -249,7 +250,7 @@ def _listing_path(cache: Path, repo: str, revision: str | None) -> Path:
 
 
 def _keep(cache: Path, revision: str | None, listing: Listing) -> None:
-    write_atomically(_listing_path(cache, listing.repo, revision), json.dumps(asdict(listing)).encode())
+    atomic_write(_listing_path(cache, listing.repo, revision), json.dumps(asdict(listing)).encode())
 
 
 def _kept(cache: Path, repo: str, revision: str | None) -> Listing | None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from peer.checkpoint import Progress, TensorSpec
-from peer.fingerprint import FileHash
+from swarm.canonical import FileHash
 from swarm.errors import BrokenModel, ModelError, ModelNotFound, UnsupportedModel
 
 if TYPE_CHECKING:

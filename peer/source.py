@@ -20,12 +20,14 @@ from typing import TYPE_CHECKING
 
 from peer.checkpoint import Progress, TensorSpec, no_progress
 from peer.directory import open_directory
-from peer.fingerprint import MODEL_DOMAIN, FileHash, FileHashes, canonical_hash
+from peer.fingerprint import MODEL_DOMAIN, FileHashes
 from peer.hub import open_hub
 from peer.layout import Layout, ModelFiles, load_config, read_layout
 from peer.smollm2 import SMOLLM2, ensure_smollm2
-from peer.tokenizer_bundle import make_bundle, tokenizer_hash
+from peer.tokenizer_bundle import make_bundle
+from swarm.canonical import FileHash, canonical_hash
 from swarm.errors import BrokenModel, ModelNotFound, UsageError
+from swarm.tokenizer import bundle_hash
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -77,7 +79,7 @@ class ModelSource:
 
     @cached_property
     def tokenizer_hash(self) -> bytes:
-        return tokenizer_hash(self.bundle)
+        return bundle_hash(self.bundle)
 
     def _spec(self, name: str) -> TensorSpec:
         spec = self.tensors.get(name)

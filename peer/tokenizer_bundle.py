@@ -12,7 +12,6 @@ generation config; {} means greedy)}.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 import tempfile
@@ -20,22 +19,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from peer.fingerprint import TOKENIZER_DOMAIN, FileHash, canonical_hash
 from peer.layout import GENERATION, VOCABULARY_FILES, Layout, ModelFiles, read_json
+from swarm.canonical import FileHash, canonical_hash
 from swarm.errors import ModelNotFound, UnsupportedModel
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+CONVERTED_DOMAIN = b"layerswarm converted tokenizer 1\n"
 _COPIED = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", GENERATION)
 # what GenerationConfig means by do_sample without further values (transformers' documented defaults)
 _SAMPLING_DEFAULTS: dict[str, float] = {"temperature": 1.0, "top_k": 50, "top_p": 1.0}
-
-
-def tokenizer_hash(bundle: Mapping[str, bytes]) -> bytes:
-    """The 32 bytes that a peer's descriptor states, in fingerprint.py's canonical encoding."""
-    entries = (FileHash("tokenizer", name, hashlib.sha256(data).digest()) for name, data in bundle.items())
-    return canonical_hash(TOKENIZER_DOMAIN, entries)
 
 
 def make_bundle(files: ModelFiles, layout: Layout, config: PretrainedConfig, cache: Path) -> dict[str, bytes]:
@@ -98,7 +92,7 @@ def _chat_template(files: ModelFiles, layout: Layout) -> str | None:
 def _converted(files: ModelFiles, layout: Layout, cache: Path) -> dict[str, bytes]:
     """tokenizer.json and its config, made by transformers and kept under the hash of their sources."""
     entries = [FileHash("source", name, files.sha256(name, lambda *_: None)) for name in sorted(layout.small)]
-    kept = cache / "tokenizers" / canonical_hash(TOKENIZER_DOMAIN, entries).hex()
+    kept = cache / "tokenizers" / canonical_hash(CONVERTED_DOMAIN, entries).hex()
     if not kept.is_dir():
         kept.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=kept.parent, prefix=".converting-") as partial:

@@ -24,6 +24,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders
 
+from swarm.canonical import FileHash, canonical_hash
 from swarm.detokenizer import ByteLevelStage, IdStage, IncrementalText, WindowStage, clean_up
 from swarm.errors import MessageError, UsageError
 from swarm.messages import MAX_POSITION, MAX_STOP_IDS
@@ -291,13 +292,9 @@ class TextCodec:
 
 
 def bundle_hash(files: Mapping[str, bytes]) -> bytes:
-    """The 32 bytes that a peer's signed descriptor states for its bundle (encoding: peer/fingerprint.py)."""
-    digest = hashlib.sha256(BUNDLE_DOMAIN)
-    for name in sorted(files):
-        for text in (b"tokenizer", name.encode()):
-            digest.update(len(text).to_bytes(2, "big") + text)
-        digest.update(hashlib.sha256(files[name]).digest())
-    return digest.digest()
+    """The 32 bytes that a peer's signed descriptor states for its bundle."""
+    entries = (FileHash("tokenizer", name, hashlib.sha256(data).digest()) for name, data in files.items())
+    return canonical_hash(BUNDLE_DOMAIN, entries)
 
 
 def check_stop(stop: str | Sequence[str]) -> tuple[str, ...]:

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from peer import fingerprint
-from peer.fingerprint import FileHash, FileHashes, canonical_hash, write_atomically
+from peer.fingerprint import FileHashes
+from swarm.canonical import FileHash, canonical_hash
 
 
 def test_the_encoding_is_the_documented_one() -> None:
@@ -71,17 +72,3 @@ def test_hashing_reports_its_progress(tmp_path: Path) -> None:
     FileHashes(tmp_path / "memory").sha256(file, lambda *report: reports.append(report))
     assert reports[-1] == ("checking w.safetensors", 3_000_000, 3_000_000)
     assert [done for _, done, _ in reports] == sorted({done for _, done, _ in reports})
-
-
-def test_an_interrupted_write_leaves_the_old_content_and_no_litter(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_atomically(tmp_path / "f", b"old")
-
-    def interrupted(source: str, target: Path) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(os, "replace", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        write_atomically(tmp_path / "f", b"new")
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"f": b"old"}

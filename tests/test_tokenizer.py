@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -638,7 +639,10 @@ def test_ordinary_replacements_are_not_taken_for_explosions(plain: Pair) -> None
     TextCodec.from_files({**plain.files, "tokenizer.json": tokenizer.to_str().encode()})
 
 
-def test_the_hash_of_a_bundle_is_the_one_that_peers_sign(plain: Pair) -> None:
-    from peer.tokenizer_bundle import tokenizer_hash
-
-    assert bundle_hash(plain.files) == tokenizer_hash(plain.files)
+def test_the_hash_of_a_bundle_is_the_documented_one() -> None:
+    files = {"b": b"two", "a": b"one"}
+    entries = b"".join(
+        b"\0\x09tokenizer" + b"\0\x01" + name + hashlib.sha256(data).digest()
+        for name, data in ((b"a", b"one"), (b"b", b"two"))
+    )
+    assert bundle_hash(files) == hashlib.sha256(b"layerswarm tokenizer 1\n" + entries).digest()

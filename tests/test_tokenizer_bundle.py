@@ -10,8 +10,8 @@ import sentencepiece
 from tokenizers import Tokenizer
 
 from peer.source import ModelSource, resolve_model
-from peer.tokenizer_bundle import tokenizer_hash
 from swarm.errors import BrokenModel, UnsupportedModel
+from swarm.tokenizer import bundle_hash
 from tests.tiny_model import TEMPLATE, change_json, write_json, write_tiny_model
 
 SENTENCES = [
@@ -71,8 +71,8 @@ def test_files_are_handed_out_as_they_are(model: Path, cache: Path) -> None:
 def test_the_hash_follows_every_file_of_the_bundle(model: Path, cache: Path) -> None:
     source = resolve(model, cache)
     bundle = source.tokenizer_files()
-    assert source.tokenizer_hash == tokenizer_hash(dict(reversed(bundle.items())))
-    changed = {tokenizer_hash({**bundle, name: bundle[name] + b" "}) for name in bundle}
+    assert source.tokenizer_hash == bundle_hash(dict(reversed(bundle.items())))
+    changed = {bundle_hash({**bundle, name: bundle[name] + b" "}) for name in bundle}
     assert len({source.tokenizer_hash, *changed}) == len(bundle) + 1
 
 
