@@ -58,10 +58,8 @@ class LocalPeer:
         self.process.kill()
 
     def freeze(self) -> None:
+        """SIGSTOP: it stays, and answers nothing."""
         self.process.send_signal(signal.SIGSTOP)
-
-    def thaw(self) -> None:
-        self.process.send_signal(signal.SIGCONT)
 
 
 class LocalSwarm:

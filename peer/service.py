@@ -51,7 +51,7 @@ from swarm.display import WARNINGS, count
 from swarm.errors import MessageError, UsageError
 from swarm.messages import Files, GetFiles, Message
 from swarm.node import Node
-from swarm.records import Descriptor, Load
+from swarm.records import MAX_ADDRESSES, MAX_DEVICE_NAME, MAX_MODEL_NAME, MAX_NAME, Descriptor, Load
 from swarm.state import PeerDir, StateDir
 from swarm.tensors import RawTensor
 from swarm.transport import Stream, Transport, parse_address
@@ -64,9 +64,6 @@ SPREADING_S = 1.0  # in which a change reaches a small swarm (gossip's own pace:
 DRAIN_S = 25.0  # open sessions have so long to move before they are left to their clients' repair
 FIGURES_S = 1.0  # how often load and speed are brought up to date for the next heartbeat
 CLOSE_S = 2.0  # for sockets and threads after an interrupted start; then the process ends anyway
-MAX_ADDRESSES = 8  # of a descriptor (protocol.md), as are the next two
-MAX_NAME = 32
-MAX_MODEL_NAME = 96
 INTERRUPTED = 130  # exit code
 
 
@@ -320,7 +317,7 @@ class PeerService:
             kv_tokens=self.kv_tokens,
             tokenizer_hash=source.tokenizer_hash,
             name=self._name(),
-            device=self.device.name[:48],
+            device=self.device.name[:MAX_DEVICE_NAME],
             release=swarm.__version__,
         )
         self._published = True
@@ -338,7 +335,7 @@ class PeerService:
         return f"{self.transport.identity.peer_id}@{self._addresses()[0]}"
 
     def _name(self) -> str:
-        return (self._options.name or socket.gethostname().partition(".")[0])[:32]
+        return (self._options.name or socket.gethostname().partition(".")[0])[:MAX_NAME]
 
     def _addresses(self) -> list[str]:
         """What others can dial: what was announced, else this machine's own addresses, never 0.0.0.0."""

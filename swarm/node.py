@@ -226,11 +226,6 @@ class Node:
             zip(wanted, await asyncio.gather(*(self._ping(p, timeout_s) for p in wanted)), strict=True)
         )
 
-    def rtt_s(self, peer: PeerId) -> float | None:
-        """The last round trip measured, None without a connection."""
-        link = self.transport.links.get(peer)
-        return link.rtt_s if link is not None else None
-
     # ------------------------------------------------------------ being known
 
     async def publish(self, descriptor: Descriptor, load: Load | None = None) -> Descriptor:

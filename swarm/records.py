@@ -31,6 +31,9 @@ DOMAIN = b"record"
 MAX_HEARTBEAT_BYTES = 256
 MAX_DESCRIPTOR_BYTES = messages.MAX_RECORD_BYTES - MAX_HEARTBEAT_BYTES
 MAX_ADDRESSES = 8
+MAX_NAME = 32  # characters, as are the next two
+MAX_MODEL_NAME = 96
+MAX_DEVICE_NAME = 48
 MAX_SEQ = (1 << 62) - 1  # far beyond unix milliseconds; leaves room to add without overflow
 MAX_LEASE_S = 180.0  # three of the longest heartbeat interval (60 s at 10,000 peers)
 MIN_LEASE_S = 1.0  # a shorter one would lapse on the way
@@ -77,7 +80,7 @@ class Descriptor:
     seq: int = _key("s", _seq)
     addresses: tuple[str, ...] = _key("a", messages.list_of(_printable(80), MAX_ADDRESSES))
     fingerprint: bytes = _key("f", messages.digest)
-    model: str = _key("m", _printable(96))
+    model: str = _key("m", _printable(MAX_MODEL_NAME))
     layers: int = _key("l", messages.integer(1, messages.MAX_LAYERS))
     width: int = _key("w", messages.integer(1, 1 << 20))
     vocab: int = _key("v", messages.integer(1, 1 << 24))
@@ -86,8 +89,8 @@ class Descriptor:
     numerics: str = _key("n", _printable(40))
     kv_tokens: int = _key("k", messages.integer(0, 1 << 40))
     tokenizer_hash: bytes = _key("t", messages.digest)
-    name: str = _key("e", _printable(32), default="")
-    device: str = _key("h", _printable(48), default="")
+    name: str = _key("e", _printable(MAX_NAME), default="")
+    device: str = _key("h", _printable(MAX_DEVICE_NAME), default="")
     release: str = _key("r", _printable(24), default="")
     features: tuple[str, ...] = _key("g", messages.list_of(_printable(16), 8), default=())
 

@@ -10,7 +10,7 @@
 Invariants: every write is atomic (written aside, flushed, put in place), so after SIGKILL or power
 loss the next start just works; a state file that can't be read is set aside with a warning and
 begun anew; a key file is created exclusively, is readable by its owner only, and is never
-overwritten. `client.py` and `cli.py` open it; the cores know nothing of it.
+overwritten. `client.py` and `peer/service.py` open it; the cores know nothing of it.
 """
 
 from __future__ import annotations
