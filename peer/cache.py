@@ -59,8 +59,9 @@ class KvLedger:
         """Positions that a new session over the whole claim could reserve."""
         return (self.total - self.used) // self.layers
 
-    def has_room(self, positions: int, layers: int) -> bool:
-        return self.used + positions * layers <= self.total
+    def has_room(self, positions: int, layers: int, without: Collection[Hashable] = ()) -> bool:
+        """Whether so much could be reserved now; without: if these sessions were let go."""
+        return self.used - self._held_by(without) + positions * layers <= self.total
 
     def __len__(self) -> int:
         return len(self._held)
@@ -73,8 +74,10 @@ class KvLedger:
 
     def free_without(self, keys: Collection[Hashable]) -> int:
         """`free_positions` if these sessions were let go."""
-        back = sum(positions * layers for positions, layers in (self._held.get(key, (0, 0)) for key in keys))
-        return (self.total - self.used + back) // self.layers
+        return (self.total - self.used + self._held_by(keys)) // self.layers
+
+    def _held_by(self, keys: Collection[Hashable]) -> int:
+        return sum(positions * layers for positions, layers in (self._held.get(key, (0, 0)) for key in keys))
 
     def reserve(self, key: Hashable, positions: int, layers: int | None = None) -> None:
         """Hold `positions` for a new session. Raises CapacityError (nothing changed)."""
@@ -202,9 +205,9 @@ class KvPool:
     def free_positions(self) -> int:
         return self.ledger.free_positions
 
-    def has_room(self, positions: int, span: Span) -> bool:
-        """Whether a session of so many positions over `span` could be reserved now."""
-        return self.ledger.has_room(positions, len(span))
+    def has_room(self, positions: int, span: Span, without: Collection[Hashable] = ()) -> bool:
+        """Whether a session of so many positions over `span` could be reserved now, or without these."""
+        return self.ledger.has_room(positions, len(span), without)
 
     def rehearse(self) -> None:
         """Take and touch all of the pool's memory once. Raises CapacityError if it isn't there."""

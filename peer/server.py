@@ -176,8 +176,14 @@ class Server:
         return None
 
     def _make_room(self, positions: int, span: Span) -> None:
-        """Let go of sessions whose client has fallen silent, the stalest first, while room is lacking."""
-        for run in self._silent():
+        """Let go of sessions whose client has fallen silent, the stalest first, while room is lacking.
+
+        Of none if all of them wouldn't be enough: their clients may come back.
+        """
+        silent = self._silent()
+        if not self.pool.has_room(positions, span, [run.key for run in silent]):
+            return
+        for run in silent:
             if self.pool.has_room(positions, span) and len(self.runs) < self.serving.max_sessions:
                 return
             log.info("session %s let go: its client was silent", run.key.session.hex()[:8])

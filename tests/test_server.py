@@ -13,7 +13,7 @@ from peer import server as server_module
 from routing.spans import Span
 from swarm.errors import StreamClosed
 from swarm.identity import Identity
-from swarm.messages import Draining, HopRef, Open, Opened
+from swarm.messages import Draining, HopRef, Open, Opened, RefusedMessage
 from swarm.transport import Link, Transport, parse_address
 from tests.tiny_swarm import WITHIN_S, Background, TinySwarm, write_model
 
@@ -40,13 +40,13 @@ async def link(peers: TinySwarm) -> AsyncIterator[Link]:
     await transport.close()
 
 
-def open_message(peers: TinySwarm, epoch: int, stop: int, reserve: int = 16) -> Open:
+def open_message(peers: TinySwarm, epoch: int, stop: int, reserve: int = 16, session: bytes = SESSION) -> Open:
     """From layer 0 to `stop`, with another hop on the same peer behind it."""
     ada = peers.peers["ada"]
     me = HopRef(ada.transport.identity.peer_id, 0, ada.node.descriptor_bytes)
     behind = HopRef(me.peer, stop, me.descriptor)
     return Open(
-        SESSION, epoch, Span(0, stop), None, behind, me, behind, fingerprint=ada.source.fingerprint, reserve=reserve
+        session, epoch, Span(0, stop), None, behind, me, behind, fingerprint=ada.source.fingerprint, reserve=reserve
     )
 
 
@@ -65,6 +65,20 @@ async def test_a_session_that_opens_anew_is_held_to_the_same_bounds(
             await stream.receive()
     assert caplog.records == []
     assert peers.held() == {"ada": 1}, "its lease runs on"
+    peers.evict("ada")
+
+
+async def test_a_silent_session_is_not_let_go_for_one_that_would_not_fit_even_so(peers: TinySwarm, link: Link) -> None:
+    ledger = peers.peers["ada"].pool.ledger
+    silent, other = link.open_stream(), link.open_stream()
+    await silent.send(open_message(peers, 1, 3))
+    assert await silent.receive() == Opened(1)
+    silent.reset("asleep")
+    peers.call(lambda: ledger.reserve("somebody", ledger.free_positions - 4))
+    await other.send(open_message(peers, 1, 3, reserve=100, session=bytes(16)))
+    assert isinstance(await other.receive(), RefusedMessage)
+    assert peers.held() == {"ada": 1}
+    peers.call(lambda: ledger.free("somebody"))
     peers.evict("ada")
 
 
