@@ -472,7 +472,7 @@ class Outbound:
 
     def __init__(self, server: Server, run: HopRun, epoch: int, to: HopRef) -> None:
         self._server, self._run, self._epoch, self._to = server, run, epoch, to
-        self._queue: deque[tuple[Message, Priority]] = deque()  # bounded: the core computes one step at a time
+        self._queue: deque[tuple[Message, Priority]] = deque()  # bounded by the reservation: at most a whole replay
         self._wake = asyncio.Event()
         self._stream: Stream | None = None
         self._task = asyncio.create_task(self._carry(), name=f"outbound to {to.peer[:8]}")
