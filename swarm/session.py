@@ -66,6 +66,7 @@ from swarm.messages import (
     Spent,
     Tokens,
     Unknown,
+    Unsupported,
     Where,
     WhereIs,
     Working,
@@ -642,6 +643,8 @@ class Session:
             self._where_is(key, message, now)
         elif isinstance(message, Draining):
             self._draining(key, message, now)
+        elif isinstance(message, Unsupported):
+            self._unsupported(key, message, now)
         elif getattr(message, "epoch", None) == self._epoch and self.phase is not Phase.WAITING:
             self._receive_now(key, held, message, now)
 
@@ -919,6 +922,11 @@ class Session:
             self._start_over(error, now)
         else:
             self._trouble(error, now)
+
+    def _unsupported(self, key: HopKey, message: Unsupported, now: float) -> None:
+        """A peer that was started again and loads, while its last claim still stands: not its fault."""
+        if message.what in (Open.kind, Prepare.kind):
+            self._refused(key, RefusedMessage(self._epoch, "it doesn't serve yet"), now)
 
     def _start_over(self, error: SwarmError, now: float) -> None:
         """Hold nothing while waiting, so that whoever else waits can go on."""

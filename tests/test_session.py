@@ -28,6 +28,7 @@ from swarm.messages import (
     Resume,
     Tokens,
     Unknown,
+    Unsupported,
     Where,
     WhereIs,
     Working,
@@ -212,6 +213,13 @@ def test_unknown_reopens_without_blame() -> None:
     talk = Talk().running()
     talk.hear(C, Unknown(1))
     assert [peer for peer, _ in talk.sent(Open)] == [C] and talk.seen(RepairStarted)[0].lost == ()
+
+
+def test_a_peer_that_was_started_again_and_still_loads_is_not_blamed() -> None:
+    talk = Talk()
+    talk.hear(C, Unsupported("open"))
+    assert [peer for peer, _ in talk.sent(Open)] == [A, D] and talk.seen(RepairStarted)[0].lost == ()
+    assert C not in talk.session._failed_peers
 
 
 def test_where_the_ring_resumes_stays_below_a_rewind_until_a_token_comes() -> None:
