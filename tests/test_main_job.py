@@ -247,7 +247,7 @@ async def survive(eight: Eight, oracle: Oracle, monkeypatch: pytest.MonkeyPatch,
         if kill.joining:
             await eight.swarm.start("late", "--layers", "11:20", "--memory", "1GB")
         answer, victims = await killed_on_the_way(eight, generation, monkeypatch, kill)
-    after_the_end(eight, kill, victims)
+    await after_the_end(eight, kill, victims)
     assert_same(oracle, prompt, list(answer.token_ids), KILL_TOKENS)
     assert answer.repairs, "nothing was repaired"
     assert [i for ids in PIECES.pop(id(generation)) for i in ids] == list(answer.token_ids)
@@ -319,10 +319,12 @@ def at_resume(monkeypatch: pytest.MonkeyPatch, act: Callable[[], None]) -> None:
     monkeypatch.setattr(SessionDriver, "_perform", perform)
 
 
-def after_the_end(eight: Eight, kill: Kill, names: list[str]) -> None:
-    """A frozen process is of no more use; and the extra one has done its part."""
-    if kill.how == "freeze":
-        for name in names:
-            eight.swarm.peers[name].kill()
+async def after_the_end(eight: Eight, kill: Kill, names: list[str]) -> None:
+    """A frozen process is of no more use, and the extra one has done its part; all of them are gone on return."""
+    gone = [eight.swarm.peers[name] for name in names]
     if kill.joining:
-        eight.swarm.peers.pop("late").kill()
+        gone.append(eight.swarm.peers.pop("late"))
+    for peer in gone:
+        if peer.process.returncode is None:
+            peer.kill()
+        await peer.process.wait()
