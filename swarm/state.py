@@ -273,8 +273,10 @@ def _write_aside(path: Path, data: bytes, mode: int) -> Path:
             os.fsync(file.fileno())
         if mode != 0o600:
             aside.chmod(mode)
-    except BaseException:
+    except BaseException as error:
         aside.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename is None:
+            error.filename = str(path)  # which disk is full
         raise
     return aside
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import multiprocessing
@@ -118,6 +119,18 @@ def test_a_file_system_without_links_still_creates_exclusively(
     monkeypatch.setattr(os, "link", refuse)
     made = load_or_create_identity(tmp_path)
     assert load_or_create_identity(tmp_path).peer_id == made.peer_id
+
+
+def test_a_full_disk_is_named_by_the_file_that_found_no_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(fd: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left") as found:
+        atomic_write(tmp_path / "seq", b"1")
+    assert found.value.filename == str(tmp_path / "seq") and not leftovers(tmp_path)
 
 
 def test_a_failed_write_leaves_the_old_file_and_no_litter(
