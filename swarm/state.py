@@ -275,7 +275,7 @@ def _write_aside(path: Path, data: bytes, mode: int) -> Path:
             aside.chmod(mode)
     except BaseException as error:
         aside.unlink(missing_ok=True)
-        if isinstance(error, OSError) and error.filename is None:
+        if isinstance(error, OSError) and error.errno is not None and error.filename is None:
             error.filename = str(path)  # which disk is full
         raise
     return aside
