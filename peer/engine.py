@@ -207,6 +207,15 @@ class Engine:
     # ---- the engine's thread
 
     def _loop(self) -> None:
+        try:
+            self._work()
+        except BaseException:
+            log.exception("the engine's thread ended; nothing is computed any more")
+        finally:
+            self._stopping = True
+            self._abandon()
+
+    def _work(self) -> None:
         if self.config.threads is not None:
             torch.set_num_threads(self.config.threads)  # counts for the thread that says it
         while True:
@@ -222,7 +231,6 @@ class Engine:
                 break
             else:
                 self._turn(entries)
-        self._abandon()
 
     @property
     def _most_rows(self) -> int | None:

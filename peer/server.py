@@ -37,17 +37,21 @@ from routing.spans import Span
 from swarm.errors import EngineStopped, LinkFailed, MessageError, PeerFailed, SendQueueFull, StreamClosed, SwarmError
 from swarm.identity import PeerId
 from swarm.messages import (
+    Extend,
     HopRef,
     Message,
     Open,
     Prepare,
     RefusedMessage,
+    Renew,
+    Resume,
     Spent,
     Step,
     StepsLink,
     Tokens,
     TokensLink,
     Unknown,
+    Where,
 )
 from swarm.node import Node
 from swarm.packing import Specs
@@ -123,8 +127,10 @@ class Server:
             while True:
                 if isinstance(message, Open | Prepare):
                     run = self._run_for(stream, message, run)
-                if run is not None:
+                if run is not None and not run.freed:
                     run.receive(stream, message)
+                elif isinstance(message, Resume | Renew | Where | Extend):
+                    stream.send_nowait(Unknown(message.epoch))
                 message = await stream.receive()
         finally:
             if run is not None:
@@ -292,7 +298,7 @@ class HopRun:
         self._outbound: Outbound | None = None  # of the newest epoch
         self._timer: asyncio.TimerHandle | None = None
         self._changed = asyncio.Event()
-        self._freed = False
+        self.freed = False
 
     @property
     def now(self) -> float:
@@ -320,7 +326,7 @@ class HopRun:
 
     async def ready_for(self, epoch: int) -> bool:
         """Wait until a step of `epoch` may be read; False once that epoch is over."""
-        while (verdict := "never" if self._freed else self.core.accepts(epoch)) == "later":
+        while (verdict := "never" if self.freed else self.core.accepts(epoch)) == "later":
             self._changed.clear()
             await self._changed.wait()
         return verdict == "now"
@@ -332,7 +338,7 @@ class HopRun:
 
     def detach(self, stream: Stream) -> None:
         """The client's stream is gone; the lease runs on. What never opened holds nothing, and goes."""
-        if self._freed:
+        if self.freed:
             return
         if self._stream is stream:
             self._stream = None
@@ -357,7 +363,7 @@ class HopRun:
 
     def _drive(self, call: Callable[..., None], *arguments: Any) -> None:
         """Tell the core, do what it wants done, and re-arm the one timer."""
-        if not self._freed:
+        if not self.freed:
             call(*arguments, self.now)
             self._transmit()
 
@@ -368,7 +374,7 @@ class HopRun:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if not self._freed and self.core.deadline is not None:
+        if not self.freed and self.core.deadline is not None:
             self._timer = self._loop.call_at(self.core.deadline, self._tick)
 
     def _tick(self) -> None:
@@ -431,7 +437,7 @@ class HopRun:
         if answer.cancelled():
             return
         error = answer.exception()
-        if self._freed or isinstance(error, EngineStopped):  # stopped: this peer is closing, its links say so
+        if self.freed or isinstance(error, EngineStopped):  # stopped: this peer is closing, its links say so
             return
         if error is not None:
             if not isinstance(error, SwarmError):  # a bug of ours: told in full here, in short to the client
@@ -445,9 +451,9 @@ class HopRun:
 
     def let_go(self) -> None:
         """No timer, stream or task of this session is left afterwards."""
-        if self._freed:
+        if self.freed:
             return
-        self._freed = True
+        self.freed = True
         if self._timer is not None:
             self._timer.cancel()
         self._replace_outbound(None)

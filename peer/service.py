@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import importlib
 import ipaddress
+import logging
 import os
 import random
 import signal
@@ -57,11 +58,14 @@ from swarm.tensors import RawTensor
 from swarm.transport import Stream, Transport, parse_address
 from swarm.wire import Priority
 
+log = logging.getLogger("swarm.service")
+
 LONGEST_DELAY_S = (
     1.0  # before choosing, where others are: so that those who start together don't choose together
 )
 SPREADING_S = 1.0  # in which a change reaches a small swarm (gossip's own pace: about 0.1 s a round)
 DRAIN_S = 25.0  # open sessions have so long to move before they are left to their clients' repair
+MOST_CHOICES = 8  # of a span while others choose too: honest peers settle sooner, and nobody keeps us choosing
 FIGURES_S = 1.0  # how often load and speed are brought up to date for the next heartbeat
 CLOSE_S = 2.0  # for sockets and threads after an interrupted start; then the process ends anyway
 INTERRUPTED = 130  # exit code
@@ -203,10 +207,8 @@ class PeerService:
 
     def _size_up(self) -> None:
         """What of the model would fit here, told in a few lines. Imports torch, so it runs in a thread."""
-        from peer.model import check_supported
 
         options, config = self._options, self.source.config
-        check_supported(config)
         self.device = describe_device(options.device)
         stored = str(getattr(config, "dtype", None) or "").removeprefix("torch.")
         self.dtype = pick_dtype(options.dtype, self.device.device, stored)
@@ -247,7 +249,7 @@ class PeerService:
         if self._in_company():
             await asyncio.sleep(self._rng.random() * LONGEST_DELAY_S)
         span = self._choose()
-        while True:
+        for _ in range(MOST_CHOICES):
             mine = await self._advertise(span)
             if not self._in_company():
                 break
@@ -395,6 +397,7 @@ class PeerService:
         self._stack.callback(self.server.close)
         self.node.heartbeat(self._load_now("serving"))
         self._beat = asyncio.create_task(self._keep_beating(), name="heartbeat")
+        self._beat.add_done_callback(_tell_failure)
 
     def _load_now(self, state: str) -> Load:
         return Load(
@@ -459,6 +462,12 @@ def _is_unspecified(host: str) -> bool:
         return ipaddress.ip_address(host).is_unspecified
     except ValueError:
         return False  # a name
+
+
+def _tell_failure(task: asyncio.Task[None]) -> None:
+    """A bug of ours in a task that nobody awaits."""
+    if not task.cancelled() and task.exception() is not None:
+        log.error("%s stopped", task.get_name(), exc_info=task.exception())
 
 
 def own_hosts() -> list[str]:

@@ -129,10 +129,17 @@ def _describe(
     layout = read_layout(files, progress)
     files.fetch(layout.small, progress)
     config = load_config(files)
+    _check_supported(config)  # before hashing what may be hundreds of gigabytes
     tensors = files.headers(layout.weights, progress)
     bundle = make_bundle(files, layout, config, cache)
     fingerprint = canonical_hash(MODEL_DOMAIN, identity or layout.hashes(files, progress))
     return ModelSource(served_name, fingerprint, config, tensors, files, layout, bundle)
+
+
+def _check_supported(config: PretrainedConfig) -> None:
+    from peer.model import check_supported  # and with it torch
+
+    check_supported(config)
 
 
 def _is_path(text: str) -> bool:

@@ -35,6 +35,7 @@ MOST_PINGED = 16          # beyond it, the estimate from those measured will do
 FILES_TIMEOUT_S = 30.0    # a big tokenizer over a slow line
 MAX_FILES_BYTES = sum(MAX_FILE_BYTES.values()) + (1 << 20)  # each at its own limit, and what we don't read
 MOST_ASKED_FOR_FILES = 8  # peers that are asked for the tokenizer, one after the other; all but the dead have it
+MOST_CODECS = 8           # tokenizers kept, each with a template worker; the oldest goes first
 SESSION_ID_BYTES = 16
 PREFILL_CHUNK = 256       # what a peer runs per prefill step unless told otherwise; only for estimates
 CLOSED = "this client is closed; make a new one"
@@ -330,6 +331,8 @@ class AsyncClient:
             except SwarmError as error:
                 problem = error
                 continue
+            if len(self._codecs) >= MOST_CODECS:
+                await self._codecs.pop(next(iter(self._codecs))).aclose()
             self._codecs[wanted] = codec
             return codec
         raise problem

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -33,7 +34,9 @@ from swarm.session import (
     Session,
 )
 from swarm.tokenizer import IncrementalText
-from swarm.transport import Link, Stream
+from swarm.transport import Stream
+
+log = logging.getLogger("swarm.generation")
 
 FAREWELL_S = 1.0  # how long a cancelled generation waits for its `Close`s to be handed over
 
@@ -121,16 +124,15 @@ class _HopChannel:
         self._wake.set()
 
     async def _run(self) -> None:
-        link: Link | None = None
+        node = self._driver.node
         try:
-            link = await self._driver.node.link(self.key.peer)
-            stream = link.open_stream()
+            stream = (await node.link(self.key.peer)).open_stream()
             try:
                 await race(self._write(stream), self._read(stream))
             finally:
                 stream.reset("left")  # nothing happens where it ended in order
         except SwarmError as error:
-            gone = link is None or link.closed.is_set()
+            gone = self.key.peer not in node.transport.links
             reason = error.reason if isinstance(error, PeerFailed) else str(error)
             self._driver.channel_lost(self, reason, gone)
         except Exception as error:
@@ -189,9 +191,11 @@ class SessionDriver:
 
     def crashed(self, error: Exception) -> None:
         """A bug of ours: goes to the caller as it is, never retried, and frees the peers."""
-        if self.crash is None and not self.ended:
-            self.crash = error
-            self.cancel()
+        if self.crash is not None or self.ended:
+            log.error("a hop's channel failed after the end", exc_info=error)
+            return
+        self.crash = error
+        self.cancel()
 
     def read(self, upto: int) -> None:
         self._drive(self._session.read, upto)

@@ -51,6 +51,7 @@ LEAVE_TIMEOUT_S = 1.0  # for the signed leave to get out
 DROP_TIMEOUT_S = 1.0  # for what was queued when a neighbour is let go
 MAX_REACHED = 1024  # addresses at which somebody was found, kept for dialling again
 REMEMBER_S = 300.0  # between writes of the remembered peers
+MOST_MEASURED = 256  # connections at once, well under the usual 1,024 file descriptors of a process
 MEASURE_TIMEOUT_S = 0.5  # one slow peer must not delay `swarm status`
 DIAL_BACK_TIMEOUT_S = 3.0  # for one address; the asker waits a little longer
 DIAL_BACKS_AT_ONCE = 4  # for others; more wait
@@ -220,11 +221,12 @@ class Node:
     async def measure(
         self, peers: Iterable[PeerId], timeout_s: float = MEASURE_TIMEOUT_S
     ) -> dict[PeerId, float | None]:
-        """Seconds for a round trip to each, all at once; None where no answer came in time. Never raises."""
+        """Seconds for a round trip to each, all at once; None where no answer came in time, and for those
+        beyond MOST_MEASURED. Never raises."""
         wanted = list(dict.fromkeys(peers))
-        return dict(
-            zip(wanted, await asyncio.gather(*(self._ping(p, timeout_s) for p in wanted)), strict=True)
-        )
+        asked = wanted[:MOST_MEASURED]
+        found = await asyncio.gather(*(self._ping(peer, timeout_s) for peer in asked))
+        return dict.fromkeys(wanted) | dict(zip(asked, found, strict=True))
 
     # ------------------------------------------------------------ being known
 
