@@ -125,6 +125,7 @@ def test_no_process_outlives_the_demo(tmp_path: Path, how: signal.Signals) -> No
     children = psutil.Process(process.pid).children(recursive=True)
     assert len(children) >= 5
     process.send_signal(how)
+    process.stdout.close()
     process.wait(timeout=30)
     _, alive = psutil.wait_procs(children, timeout=30)
     assert not alive
