@@ -1,19 +1,24 @@
 """What loading needs to know of a model, wherever its files come from.
 
-A `TensorSpec` says where a tensor lies and how large it is; it is read from safetensors headers alone, so
-that spans can be priced before a byte of weights is downloaded. `peer.source` makes checkpoints,
-`peer.weights` reads the tensors of one span through them and nothing else.
+A `TensorSpec` says where a tensor lies and how large it is; it is read from file headers alone, so that
+spans can be priced before a byte of weights is downloaded. `peer.source` makes checkpoints, `peer.weights`
+reads the tensors of one span through them and nothing else. What differs between kinds of weight files is
+a `WeightFormat`: which stored tensors make up one of the model's, and how each is put in its place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PretrainedConfig
+
+    from peer.model import Outline
 
 Progress = Callable[[str, int, int], None]
 """Called with (what is being done, bytes done, bytes in all); all is 0 while it is not known."""
@@ -25,9 +30,9 @@ def no_progress(what: str, done: int, total: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One tensor as its safetensors header describes it."""
+    """One tensor as its file's header describes it."""
 
-    dtype: str  # safetensors' spelling: "F32", "F16", "BF16", "I64", ...
+    dtype: str  # the format's spelling: "F32", "F16", "BF16", "I64", "Q4_K", ...
     shape: tuple[int, ...]
     nbytes: int  # exactly the bytes that it takes in the file
     file: str  # the weight file that holds it, relative to the checkpoint, with "/"
@@ -47,3 +52,37 @@ class Checkpoint(Protocol):
     def path(self, file: str) -> Path:
         """Where `TensorSpec.file` lies on this machine. Raises BrokenModel when it isn't here."""
         ...
+
+
+class Part(Protocol):
+    """A stored tensor as (part of) one of the model's. What else it says is its format's own business."""
+
+    @property
+    def name(self) -> str:
+        """The stored tensor's name in `Checkpoint.tensors`."""
+        ...
+
+
+class OpenWeights(Protocol):
+    """The weight files of one checkpoint while a span is loaded, each opened when first needed."""
+
+    def fill(self, final: Tensor, part: Part) -> None:
+        """Read, convert and put a part where it belongs in `final`, which is the model's whole tensor.
+
+        No more than this one part is held besides `final`. Raises BrokenModel naming tensor and file.
+        """
+        ...
+
+
+class WeightFormat(Protocol):
+    """One kind of weight files, such as safetensors."""
+
+    def sources(self, checkpoint: Checkpoint, plan: Outline) -> Mapping[str, Sequence[Part]]:
+        """For each of the model's tensors (its name there) the parts that make it up; absent if none do.
+
+        Raises BrokenModel where some of a tensor's parts are missing, UnsupportedModel for a conversion
+        that isn't built.
+        """
+        ...
+
+    def open(self, checkpoint: Checkpoint) -> AbstractContextManager[OpenWeights]: ...

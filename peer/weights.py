@@ -4,14 +4,15 @@ Invariant: at no time is more than the span's own bytes plus one tensor's conver
 memory. Files are mapped, tensors are copied out of the mapping (with the dtype converted on the way), so a
 loaded span depends on no file and no page cache.
 
-What a tensor is called in a checkpoint and in the model differ in some families; transformers' own tables
-of renamings and merges say how, and are applied here name by name (`_sources`), so that an expert's matrix
-goes straight to its slice of the merged one.
+How tensors are stored is the business of a `WeightFormat` (`_format`). For safetensors, which is here:
+what a tensor is called in a checkpoint and in the model differ in some families; transformers' own tables
+of renamings and merges say how, and are applied name by name (`_Safetensors.sources`), so that an expert's
+matrix goes straight to its slice of the merged one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from math import prod
@@ -22,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from peer.checkpoint import Checkpoint
+from peer.checkpoint import Checkpoint, Part, WeightFormat
 from peer.model import Outline, SpanModel, build_full, outline
 from routing.spans import Span
 from swarm.errors import BrokenModel, UnsupportedModel
@@ -30,13 +31,9 @@ from swarm.errors import BrokenModel, UnsupportedModel
 Progress = Callable[[int, int], None]  # bytes so far, bytes in all (as they will lie in memory)
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A tensor of the checkpoint and the slice of the model's tensor that it fills (None: all of it)."""
-
-    name: str
-    index: int | None = None  # along dimension 0: which expert
-    offset: int | None = None  # along what is then dimension 0: where it starts
+def _format(checkpoint: Checkpoint) -> WeightFormat:
+    """How this checkpoint's weights are stored."""
+    return _Safetensors()
 
 
 # ---------------------------------------------------------------- what a span needs
@@ -44,7 +41,8 @@ class Part:
 
 def span_tensors(checkpoint: Checkpoint, span: Span) -> list[str]:
     """Names, in the checkpoint, of every tensor that the span needs. Raises BrokenModel if one is missing."""
-    plan, sources = outline(checkpoint.config), _sources(checkpoint)
+    plan = outline(checkpoint.config)
+    sources = _format(checkpoint).sources(checkpoint, plan)
     return [part.name for name in plan.names(span) for part in _parts(plan, sources, name)]
 
 
@@ -68,11 +66,12 @@ class SpanPrices:
 
 def span_prices(checkpoint: Checkpoint, dtype: torch.dtype) -> SpanPrices:
     """What every span of the model costs as `dtype`. Raises BrokenModel if a tensor is missing."""
-    plan, sources = outline(checkpoint.config), _sources(checkpoint)
+    plan = outline(checkpoint.config)
+    sources = _format(checkpoint).sources(checkpoint, plan)
 
     def price(name: str) -> int:
-        parts = _parts(plan, sources, name)
-        return sum(prod(checkpoint.tensors[part.name].shape) for part in parts) * dtype.itemsize
+        _parts(plan, sources, name)
+        return prod(plan.shapes[name]) * dtype.itemsize
 
     shared = sum(price(name) for name in plan.after if plan.ties.get(name) in plan.before)
     return SpanPrices(
@@ -93,7 +92,7 @@ def span_files(checkpoint: Checkpoint, span: Span) -> list[str]:
     return sorted({checkpoint.tensors[name].file for name in span_tensors(checkpoint, span)})
 
 
-def _parts(plan: Outline, sources: Mapping[str, list[Part]], name: str) -> list[Part]:
+def _parts(plan: Outline, sources: Mapping[str, Sequence[Part]], name: str) -> Sequence[Part]:
     """Where a tensor of the model comes from. A tied one may be stored under either name."""
     tied = plan.ties.get(name, name)
     aliases = [tied, name, *(n for n, first in plan.ties.items() if first == tied)]
@@ -101,61 +100,6 @@ def _parts(plan: Outline, sources: Mapping[str, list[Part]], name: str) -> list[
         if alias in sources:
             return sources[alias]
     raise BrokenModel(f"tensor {name} is in none of the model's files; download the model again")
-
-
-def _sources(checkpoint: Checkpoint) -> dict[str, list[Part]]:
-    """For each tensor of the model the checkpoint's tensors that make it up."""
-    plan = outline(checkpoint.config)
-    sources: dict[str, list[Part]] = {}
-    for stored in checkpoint.tensors:
-        name, part = _translate(stored, plan)
-        if name is not None:
-            sources.setdefault(name, []).append(part)
-    return {name: _placed(parts, plan.shapes[name], checkpoint) for name, parts in sources.items()}
-
-
-def _translate(stored: str, plan: Outline) -> tuple[str | None, Part]:
-    """The model's name for a stored tensor (None: the model has no use for it), and where it goes."""
-    name, part = stored, Part(stored)
-    for transform in plan.transforms:
-        renamed, pattern = transform.rename_source_key(name)
-        if pattern is None:
-            continue
-        operations = [type(op).__name__ for op in getattr(transform, "operations", ())]
-        if operations not in ([], ["MergeModulelist"], ["MergeModulelist", "Concatenate"]):
-            if _present(renamed, plan.shapes) is not None:
-                raise UnsupportedModel(
-                    f"tensor {stored} would need {', '.join(operations)}, which isn't built yet"
-                )
-            continue
-        if operations:
-            expert = int(stored.rsplit(".experts.", 1)[1].split(".", 1)[0])
-            order = transform.source_patterns.index(pattern) if len(operations) == 2 else None
-            part = Part(stored, expert, order)
-        name = renamed
-    return _present(name, plan.shapes), part
-
-
-def _present(name: str, expected: Mapping[str, tuple[int, ...]]) -> str | None:
-    """Checkpoints of a bare base model lack its prefix (`h.0...` for `transformer.h.0...`)."""
-    if name in expected:
-        return name
-    prefixes = {known.split(".", 1)[0] for known in expected}
-    return next((f"{p}.{name}" for p in sorted(prefixes) if f"{p}.{name}" in expected), None)
-
-
-def _placed(parts: list[Part], shape: tuple[int, ...], checkpoint: Checkpoint) -> list[Part]:
-    """Turn the order of concatenated parts into offsets, and check that all parts are there."""
-    if parts[0].index is None:
-        return parts[:1]
-    per_expert = len({part.offset for part in parts})
-    if len(parts) != shape[0] * per_expert:
-        raise BrokenModel(
-            f"{len(parts)} of {shape[0] * per_expert} expert tensors are there, such as {parts[0].name} in "
-            f"{checkpoint.tensors[parts[0].name].file}; download the model again"
-        )
-    rows = shape[1] // per_expert
-    return [Part(p.name, p.index, None if p.offset is None else p.offset * rows) for p in parts]
 
 
 # ---------------------------------------------------------------- loading
@@ -169,30 +113,23 @@ def load_span(
     progress: Progress | None = None,
 ) -> SpanModel:
     """The span with its weights. Raises BrokenModel naming tensor and file if one is missing, cut or misshapen."""
-    plan, sources = outline(checkpoint.config), _sources(checkpoint)
+    plan, form = outline(checkpoint.config), _format(checkpoint)
+    sources = form.sources(checkpoint, plan)
     full = build_full(checkpoint.config, dtype)
     names = plan.names(span)
     parts = {name: _parts(plan, sources, name) for name in names}
     total, done = sum(prod(plan.shapes[name]) for name in names) * dtype.itemsize, 0
-    with _Files(checkpoint) as files:
+    with form.open(checkpoint) as files:
         for name in names:
             final = torch.empty(plan.shapes[name], dtype=_dtype_of(full, name, dtype), device=device)
             for part in parts[name]:
-                _fill(final, part, files)
+                files.fill(final, part)
             _put(full, plan, name, final)
             done += final.numel() * dtype.itemsize
             if progress is not None:
                 progress(done, total)
     _move_buffers(full, device)
     return SpanModel(full, span, plan)
-
-
-def _fill(final: Tensor, part: Part, files: _Files) -> None:
-    goal = final if part.index is None else final[part.index]
-    if part.offset is not None:
-        rows = files.checkpoint.tensors[part.name].shape[0]
-        goal = goal[part.offset : part.offset + rows]
-    goal.copy_(files.read(part.name, tuple(goal.shape)))
 
 
 def _dtype_of(model: PreTrainedModel, name: str, dtype: torch.dtype) -> torch.dtype:
@@ -223,21 +160,105 @@ def _move_buffers(model: PreTrainedModel, device: torch.device | str) -> None:
                 module._buffers[name] = buffer.to(device)
 
 
-class _Files:
+# ---------------------------------------------------------------- safetensors
+
+
+@dataclass(frozen=True, slots=True)
+class SafetensorsPart:
+    """A tensor of the checkpoint and the slice of the model's tensor that it fills (None: all of it)."""
+
+    name: str
+    index: int | None = None  # along dimension 0: which expert
+    offset: int | None = None  # along what is then dimension 0: where it starts
+
+
+class _Safetensors:
+    """The `WeightFormat` of *.safetensors."""
+
+    def sources(self, checkpoint: Checkpoint, plan: Outline) -> dict[str, list[SafetensorsPart]]:
+        return _sources(checkpoint, plan)
+
+    def open(self, checkpoint: Checkpoint) -> _SafetensorsFiles:
+        return _SafetensorsFiles(checkpoint)
+
+
+def _sources(checkpoint: Checkpoint, plan: Outline) -> dict[str, list[SafetensorsPart]]:
+    sources: dict[str, list[SafetensorsPart]] = {}
+    for stored in checkpoint.tensors:
+        name, part = _translate(stored, plan)
+        if name is not None:
+            sources.setdefault(name, []).append(part)
+    return {name: _placed(parts, plan.shapes[name], checkpoint) for name, parts in sources.items()}
+
+
+def _translate(stored: str, plan: Outline) -> tuple[str | None, SafetensorsPart]:
+    """The model's name for a stored tensor (None: the model has no use for it), and where it goes."""
+    name, part = stored, SafetensorsPart(stored)
+    for transform in plan.transforms:
+        renamed, pattern = transform.rename_source_key(name)
+        if pattern is None:
+            continue
+        operations = [type(op).__name__ for op in getattr(transform, "operations", ())]
+        if operations not in ([], ["MergeModulelist"], ["MergeModulelist", "Concatenate"]):
+            if _present(renamed, plan.shapes) is not None:
+                raise UnsupportedModel(
+                    f"tensor {stored} would need {', '.join(operations)}, which isn't built yet"
+                )
+            continue
+        if operations:
+            expert = int(stored.rsplit(".experts.", 1)[1].split(".", 1)[0])
+            order = transform.source_patterns.index(pattern) if len(operations) == 2 else None
+            part = SafetensorsPart(stored, expert, order)
+        name = renamed
+    return _present(name, plan.shapes), part
+
+
+def _present(name: str, expected: Mapping[str, tuple[int, ...]]) -> str | None:
+    """Checkpoints of a bare base model lack its prefix (`h.0...` for `transformer.h.0...`)."""
+    if name in expected:
+        return name
+    prefixes = {known.split(".", 1)[0] for known in expected}
+    return next((f"{p}.{name}" for p in sorted(prefixes) if f"{p}.{name}" in expected), None)
+
+
+def _placed(parts: list[SafetensorsPart], shape: tuple[int, ...], checkpoint: Checkpoint) -> list[SafetensorsPart]:
+    """Turn the order of concatenated parts into offsets, and check that all parts are there."""
+    if parts[0].index is None:
+        return parts[:1]
+    per_expert = len({part.offset for part in parts})
+    if len(parts) != shape[0] * per_expert:
+        raise BrokenModel(
+            f"{len(parts)} of {shape[0] * per_expert} expert tensors are there, such as {parts[0].name} in "
+            f"{checkpoint.tensors[parts[0].name].file}; download the model again"
+        )
+    rows = shape[1] // per_expert
+    return [SafetensorsPart(p.name, p.index, None if p.offset is None else p.offset * rows) for p in parts]
+
+
+class _SafetensorsFiles:
     """The checkpoint's files, each mapped when first needed and let go at the end."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint
         self._stack, self._open = ExitStack(), dict[str, Any]()
 
-    def __enter__(self) -> _Files:
+    def __enter__(self) -> _SafetensorsFiles:
         return self
 
     def __exit__(self, *error: object) -> None:
         self._stack.close()
         self._open.clear()
 
-    def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def fill(self, final: Tensor, part: Part) -> None:
+        """As `OpenWeights` says."""
+        assert isinstance(part, SafetensorsPart)
+        goal = final if part.index is None else final[part.index]
+        if part.offset is not None:
+            rows = self.checkpoint.tensors[part.name].shape[0]
+            goal = goal[part.offset : part.offset + rows]
+        goal.copy_(self._read(part.name, tuple(goal.shape)))
+
+    def _read(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """The stored tensor, still on its file's pages. Raises BrokenModel."""
         spec = self.checkpoint.tensors[name]
         if tuple(spec.shape) != shape:
