@@ -421,7 +421,7 @@ def physical_cores() -> int:
 
 def model_shape(checkpoint: Checkpoint) -> ModelShape:
     """Imports transformers."""
-    from peer.model import kv_layers
+    from peer.families import kv_layers
 
     config = checkpoint.config
     kv = kv_layers(config)

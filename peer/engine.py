@@ -29,10 +29,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from peer.attention import Row
 from peer.batch import BatchConfig, Scheduler
 from peer.cache import SessionCache
 from peer.hop import SampleAt
-from peer.model import PackedStep, Row, SpanModel, StepOutput
+from peer.model import PackedStep, SpanModel, StepOutput
 from peer.sampling import sample
 from routing.spans import Span, Speed
 from swarm.errors import EngineStopped, StepFailed, SwarmError

@@ -137,7 +137,7 @@ def _describe(
 
 
 def _check_supported(config: PretrainedConfig) -> None:
-    from peer.model import check_supported  # and with it torch
+    from peer.families import check_supported  # and with it torch
 
     check_supported(config)
 

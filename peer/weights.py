@@ -24,7 +24,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from peer.checkpoint import Checkpoint, Part, WeightFormat
-from peer.model import Outline, SpanModel, build_full, outline
+from peer.model import SpanModel
+from peer.outline import Outline, build_full, outline
 from routing.spans import Span
 from swarm.errors import BrokenModel, UnsupportedModel
 

@@ -9,8 +9,10 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, PreTrainedModel
 
+from peer.attention import Row
 from peer.cache import SessionCache
-from peer.model import PackedStep, Row, check_supported, from_raw, packs_sessions, to_raw
+from peer.families import check_supported, packs_sessions
+from peer.model import PackedStep, from_raw, to_raw
 from peer.weights import load_span
 from routing.spans import Span
 from swarm.errors import UnsupportedModel
