@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PretrainedConfig
 
-    from peer.model import Outline
+    from peer.outline import Outline
 
 Progress = Callable[[str, int, int], None]
 """Called with (what is being done, bytes done, bytes in all); all is 0 while it is not known."""
