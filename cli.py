@@ -46,7 +46,8 @@ Join = Annotated[
         "--join",
         metavar="ADDR",
         help="Where any peer of the swarm is: host, host:port or PEERID@host:port; the port is 7070 unless "
-        "given. May be repeated. [default: SWARM_JOIN, else peers remembered from last time]",
+        "given. May be repeated. [default: SWARM_JOIN, else peers remembered from last time or found on the local "
+        "network]",
     ),
 ]
 Model = Annotated[
@@ -314,11 +315,18 @@ def peer(
         Optional[str],  # noqa: UP045
         typer.Option(metavar="REV", help="Branch, tag or commit of a model on the hub. [default: main]"),
     ] = None,
+    no_lan: Annotated[
+        bool,
+        typer.Option(
+            "--no-lan",
+            help="Neither announce this peer on the local network (mDNS) nor look for others there. [default: both]",
+        ),
+    ] = False,
 ) -> None:
     """Serve some layers of MODEL to a swarm, until Ctrl-C.
 
-    Without --join, SWARM_JOIN or remembered peers it begins a swarm of its own. It prints the line with
-    which another machine joins.
+    Without --join or SWARM_JOIN it joins peers that it remembers or finds on the local network; where nobody
+    answers it begins a swarm of its own. It prints the line with which another machine joins.
     """
     from peer.service import PeerOptions, serve
 
@@ -326,6 +334,7 @@ def peer(
         model=model, join=swarm.join_addresses(join or None), host=host, port=port, announce=tuple(announce or ()),
         memory=memory, layers=layers, device=device, dtype=dtype, threads=threads, name=name,
         served_name=served_name, max_sessions=max_sessions, context=context, new=new, revision=revision,
+        lan=not no_lan,
     )  # fmt: skip
     options.check()
     require_peer_extra()

@@ -50,6 +50,7 @@ from routing.placement import Claim, NothingFits, choose_span, recheck
 from routing.spans import Span
 from swarm.display import WARNINGS, count
 from swarm.errors import MessageError, UsageError
+from swarm.lan import Announced, Lan, lan_wanted
 from swarm.messages import Files, GetFiles, Message
 from swarm.node import Node
 from swarm.records import MAX_ADDRESSES, MAX_DEVICE_NAME, MAX_MODEL_NAME, MAX_NAME, Descriptor, Load
@@ -91,6 +92,7 @@ class PeerOptions:
     context: int | None = None
     new: bool = False
     revision: str | None = None
+    lan: bool = True
     network: str = "main"
 
     def check(self) -> None:
@@ -181,13 +183,25 @@ class PeerService:
         self.transport = Transport(self._dir.identity, options.network, known_hosts=known)
         self._stack.push_async_callback(self.transport.close)
         await self.transport.listen(options.host, options.port)
-        self.node = Node(self.transport, role="peer", state=self._state, peer_dir=self._dir, rng=self._rng)
+        self.node = Node(
+            self.transport, role="peer", state=self._state, peer_dir=self._dir, lan=self._lan(), rng=self._rng
+        )
         self._stack.push_async_callback(self.node.close)
         await self.node.start(options.join)
         me = self.transport.identity.peer_id
         others = sum(entry.peer != me for entry in self.node.entries())
         found = f"with {count(others, 'peer')} in the swarm" if others else "the first in its swarm"
         self._say(f"peer     {self._name()} ({me[:8]}), port {self.transport.port}, {found}")
+
+    def _lan(self) -> Lan | None:
+        """Where others find us without an address; not if others can't reach us there."""
+        host = self._options.host
+        hosts = own_hosts() if host is None or _is_unspecified(host) else [host]
+        dialable = [text for text in hosts if _is_lan_address(text)]
+        if not (self._options.lan and lan_wanted() and dialable):
+            return None
+        announced = Announced(self.transport.identity.peer_id, self.transport.port, dialable)
+        return Lan(self._options.network, announced)
 
     async def _choose_model(self) -> None:
         """What MODEL is, and what of it would fit here."""
@@ -460,6 +474,14 @@ def _is_unspecified(host: str) -> bool:
     """0.0.0.0 and its like: fine to listen on, nothing to dial."""
     try:
         return ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        return False  # a name
+
+
+def _is_lan_address(host: str) -> bool:
+    """Something that an address record can hold, and that isn't this machine's alone."""
+    try:
+        return not ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False  # a name
 

@@ -20,6 +20,7 @@ from swarm.chains import LiveModel, ModelStatus, choose_model, live_models, make
 from swarm.errors import MessageError, NoRoute, PromptTooLong, SwarmError, Unreachable, UsageError
 from swarm.generation import Completion, Generation, Opening, SessionDriver
 from swarm.identity import Identity, PeerId
+from swarm.lan import Lan, lan_wanted
 from swarm.messages import MAX_POSITION, Files, GetFiles, Sampling
 from swarm.node import Node
 from swarm.registry import PeerEntry
@@ -58,8 +59,8 @@ class AsyncClient:
     """Generates text on a swarm.
 
     address: `host`, `host:port` or `PEERID@host:port` of any peer, or several of them; without one,
-    `SWARM_JOIN` or a peer remembered from last time. model: which model, where several are live.
-    only: names or ids of the peers that may be in a chain (say, those whose owners you know).
+    `SWARM_JOIN`, a peer remembered from last time, or one found on the local network. model: which model, where
+    several are live. only: names or ids of the peers that may be in a chain (say, those whose owners you know).
 
         async with AsyncClient("192.168.1.20:7070") as client:
             async for piece in client.stream("Why is the sky blue?"):
@@ -107,7 +108,8 @@ class AsyncClient:
                 return
             state = StateDir.open(self._home)
             transport = Transport(Identity.ephemeral(), self._network, known_hosts=state.known_hosts(self._network))
-            node = Node(transport, role="client", state=state)
+            lan = Lan(self._network) if lan_wanted() else None
+            node = Node(transport, role="client", state=state, lan=lan)
             try:
                 await node.start(self._join)
             except BaseException:

@@ -10,6 +10,9 @@ Invariants: `start` returns once a first snapshot is whole (or, for a peer that 
 it begins a swarm of its own); a claim is advertised as serving only once somebody has dialled one of
 our addresses back, or while there is nobody to ask; we dial back only where the asker itself is,
 so nobody can make a peer scan others; `close` leaves no task behind.
+
+Where no address is given the remembered ones and the local network (`lan.py`) are tried side by side. A
+peer goes on hearing the local network, and joins whoever it doesn't know yet: two swarms become one.
 """
 
 from __future__ import annotations
@@ -22,11 +25,12 @@ import logging
 import random
 import sys
 import time
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Collection, Coroutine, Iterable, Sequence
 from typing import Any, Literal
 
 from swarm.errors import IdentityError, PeerFailed, RemoteError, StreamClosed, SwarmError, Unreachable
 from swarm.identity import PeerId
+from swarm.lan import Found, Lan
 from swarm.messages import Delta, DialBack, DialledBack, GossipHello, Message, Subscribe
 from swarm.records import Descriptor, Load
 from swarm.registry import (
@@ -47,6 +51,10 @@ log = logging.getLogger("swarm.node")
 
 SNAPSHOT_TIMEOUT_S = 10.0  # for the first one, after the connection stands
 REMEMBERED_AT_ONCE = 8  # remembered addresses tried side by side at a start; the rest later
+REMEMBERED_FIRST_S = 0.3  # a client asks the LAN only after that, which takes a second library and a question to all
+LAN_PATIENCE_S = 1.5  # a first answer takes 0.2 s; two peers started at once hear each other a second later
+NOBODY_ON_LAN = "no peer announces itself on this local network"
+LAN_AT_ONCE = 4  # peers of the LAN dialled side by side; most often the first one's snapshot tells of the others
 LEAVE_TIMEOUT_S = 1.0  # for the signed leave to get out
 DROP_TIMEOUT_S = 1.0  # for what was queued when a neighbour is let go
 MAX_REACHED = 1024  # addresses at which somebody was found, kept for dialling again
@@ -86,7 +94,8 @@ class _Channel:
 
 class Node:
     """state: where peers are remembered between runs, None for nowhere. peer_dir: a peer's own locked
-    directory, whose seq is kept there. fingerprint: the one model that a client wants to hear of."""
+    directory, whose seq is kept there. fingerprint: the one model that a client wants to hear of.
+    lan: where to find others without an address; a peer listens there for as long as it lives."""
 
     def __init__(
         self,
@@ -96,6 +105,7 @@ class Node:
         state: StateDir | None = None,
         peer_dir: PeerDir | None = None,
         fingerprint: bytes | None = None,
+        lan: Lan | None = None,
         rng: random.Random | None = None,
     ) -> None:
         self.transport, self.role = transport, role
@@ -124,17 +134,19 @@ class Node:
         self._may_serve = False
         self._confirm_now = asyncio.Event()
         self._dialling_back = asyncio.Semaphore(DIAL_BACKS_AT_ONCE)
+        self._lan = lan
+        self._joining_lan = asyncio.Semaphore(LAN_AT_ONCE)
+        self._lan_joined = asyncio.Event()
         self._closed = False
 
     # ------------------------------------------------------------ starting and ending
 
     async def start(self, join: Sequence[str] = ()) -> None:
-        """Join by one of these addresses, or by a remembered one. Returns with the first snapshot.
+        """Join by one of these addresses, else by a remembered one or the LAN. Returns with the first snapshot.
 
         Raises UsageError (an address that isn't one), and if none of `join` answers Unreachable,
-        IdentityError, VersionMismatch or HandshakeError; a client that has no address at all gets
-        Unreachable. A peer that only has remembered addresses, or none, starts alone then. Call
-        `close` in any case.
+        IdentityError, VersionMismatch or HandshakeError; a client that finds nobody without an address gets
+        Unreachable. A peer starts alone then. Call `close` in any case.
         """
         given = [parse_address(text) for text in join]
         if self.role == "peer":
@@ -147,10 +159,12 @@ class Node:
         for address in reversed(remembered):
             self.registry.remember(str(address), address.peer)
         self._transmit()
+        if self._lan is not None and self.role == "peer":
+            await self._lan.start(self._heard_on_lan)
         if given:
             await self._join_any(given, self._join)
         else:
-            await self._join_remembered(remembered[:REMEMBERED_AT_ONCE])
+            await self._join_without_address(remembered[:REMEMBERED_AT_ONCE])
         self._own(self._remember_regularly())
 
     async def leave(self) -> None:
@@ -170,6 +184,8 @@ class Node:
         self._closed = True
         if self._timer is not None:
             self._timer.cancel()
+        if self._lan is not None:
+            await self._lan.close()
         self._write_remembered(self._worth_remembering())
         for channel in self._channels.values():
             channel.dropped = "leaving"
@@ -267,50 +283,54 @@ class Node:
 
     async def _join_any(self, addresses: Sequence[Address], joining: Any) -> None:
         """Return with the first that works, while the others go on. Raises if all fail."""
-        attempts = {self._own(joining(address)): address for address in addresses}
-        waiting: set[asyncio.Task[Any]] = set(attempts)
-        errors: list[SwarmError] = []
-        while waiting:
-            done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            for attempt in done:
-                error = attempt.exception()
-                if error is None:
-                    return
-                if not isinstance(error, SwarmError):
-                    raise error
-                errors.append(error)
-        raise _one_of(addresses, errors)
+        errors = await _first_of([self._own(joining(address)) for address in addresses])
+        if errors:
+            raise _one_of(addresses, errors)
 
-    async def _join_remembered(self, remembered: Sequence[Address]) -> None:
-        if not remembered and self.role == "client":
-            raise Unreachable(
-                "any peer", "no address was given, none is remembered", "give one with --join host:port"
-            )
-        if not remembered:
+    async def _join_without_address(self, remembered: Sequence[Address]) -> None:
+        ways = []
+        if remembered:
+            ways.append(self._own(self._join_any(remembered, self._join_where_remembered)))
+        if self._lan is not None:
+            after_s = REMEMBERED_FIRST_S if remembered and self.role == "client" else 0.0
+            ways.append(self._own(self._join_lan(self._lan, after_s)))
+        errors = await _first_of(ways)
+        if self._lan is not None and self.role == "client":
+            ways[-1].cancel()
+            await self._lan.close()
+        if ways and not errors:
             return
-        try:
-            await self._join_any(remembered, self._join_where_remembered)
-        except SwarmError as error:
-            if self.role == "client":
-                raise Unreachable(
-                    f"the {len(remembered)} remembered addresses",
-                    str(error),
-                    "give another one with --join host:port",
-                ) from None
-            log.info("none of %d remembered peers answers; starting alone: %s", len(remembered), error)
+        nobody = self._nobody(remembered, errors)
+        if self.role == "client":
+            raise nobody
+        log.info("starting alone: %s", nobody)
+
+    def _nobody(self, remembered: Sequence[Address], errors: Sequence[SwarmError]) -> Unreachable:
+        """The error of a start without an address: what was tried, in one line."""
+        reasons = [str(error) for error in errors if not _is_silence(error)]
+        if not remembered:
+            reasons = ["no address was given", "none is remembered"]
+        if self._lan is not None:
+            reasons.append(NOBODY_ON_LAN)
+        target = f"the {len(remembered)} remembered addresses" if remembered else "any peer"
+        return Unreachable(target, ", ".join(reasons), "give an address with --join host:port")
 
     async def _join(self, address: Address) -> None:
         """Dial, become neighbours, and wait until its snapshot is whole."""
-        channel = self._open_channel(await self._dial(address))
+        await self._become_neighbours(await self._dial(address), str(address))
+
+    async def _become_neighbours(self, link: Link, place: str) -> None:
+        """Returns once its snapshot is whole. Raises Unreachable."""
+        channel = self._open_channel(link)
         try:
             async with asyncio.timeout(SNAPSHOT_TIMEOUT_S):
                 await asyncio.shield(channel.snapshot)
         except TimeoutError:
             channel.dropped = "no snapshot"
             channel.wake.set()
-            raise Unreachable(str(address), f"no records in {SNAPSHOT_TIMEOUT_S:g} s") from None
+            raise Unreachable(place, f"no records in {SNAPSHOT_TIMEOUT_S:g} s") from None
         except StreamClosed as error:
-            raise Unreachable(str(address), error.reason, "try another peer's address") from None
+            raise Unreachable(place, error.reason, "try another peer's address") from None
 
     async def _join_where_remembered(self, address: Address) -> None:
         try:
@@ -319,6 +339,38 @@ class Node:
             if not _is_loopback(address.host):  # there peers change ports among each other
                 raise
             await self._join(Address(None, address.host, address.port))
+
+    async def _join_lan(self, lan: Lan, after_s: float) -> None:
+        """Wait for a first neighbour from the LAN. Raises Unreachable."""
+        await asyncio.sleep(after_s)
+        if self.role == "client":
+            await lan.start(self._heard_on_lan)
+        try:
+            async with asyncio.timeout(LAN_PATIENCE_S):
+                await self._lan_joined.wait()
+        except TimeoutError:
+            raise Unreachable("a peer", NOBODY_ON_LAN) from None
+
+    def _heard_on_lan(self, found: Found) -> None:
+        """Somebody who is listed already needs no joining: gossip reaches both of us."""
+        if not self._closed and found.peer not in self._listed():
+            self._own(self._join_found(found))
+
+    def _listed(self) -> set[PeerId]:
+        return {entry.peer for entry in self.entries()} | {channel.peer for channel in self._channels.values()}
+
+    async def _join_found(self, found: Found) -> None:
+        async with self._joining_lan:
+            if found.peer in self._listed():
+                return
+            self.registry.remember(found.addresses[0], found.peer)  # for ever, if it doesn't answer now
+            try:
+                link = await self.transport.link_to(found.peer, found.addresses)
+                await self._become_neighbours(link, found.addresses[0])
+            except SwarmError as error:
+                log.info("%s announces itself on the local network, but: %s", found.peer[:8], error)
+                return
+            self._lan_joined.set()
 
     async def _dial(self, address: Address) -> Link:
         link = await self.transport.dial(address)
@@ -642,6 +694,25 @@ class Node:
             task.get_loop().call_exception_handler(
                 {"message": "a task of the node failed", "exception": error}
             )
+
+
+async def _first_of(waiting: Collection[asyncio.Task[None]]) -> list[SwarmError]:
+    """Return with the first that works and no errors, while the others go on; with all errors if none does."""
+    errors: list[SwarmError] = []
+    while waiting:
+        done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        for attempt in done:
+            error = attempt.exception()
+            if error is None:
+                return []
+            if not isinstance(error, SwarmError):
+                raise error
+            errors.append(error)
+    return errors
+
+
+def _is_silence(error: SwarmError) -> bool:
+    return isinstance(error, Unreachable) and error.reason == NOBODY_ON_LAN
 
 
 def _priority(message: Message) -> Priority:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,6 +11,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: threads that spin starve the peers of a test
+os.environ["SWARM_LAN"] = "0"  # a test finds nobody that it didn't start, and nobody finds it
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # inherited where a script runs pytest in the background:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # the tests that press Ctrl-C would wait for ever
 
 if TYPE_CHECKING:
     from tests.tiny_swarm import Tiny
