@@ -9,7 +9,7 @@ from pathlib import Path
 from peer.checkpoint import Progress, TensorSpec
 from peer.fingerprint import FileHashes
 from peer.layout import gguf_refused
-from peer.safetensors_header import read_header
+from peer.safetensors_header import merged, read_header
 from swarm.errors import BrokenModel, ModelNotFound
 
 
@@ -34,9 +34,7 @@ class DirectoryFiles:
         return self.hashes.sha256(self.local(name), progress)
 
     def headers(self, names: Collection[str], progress: Progress) -> dict[str, TensorSpec]:
-        return {
-            tensor: spec for name in names for tensor, spec in read_header(self.local(name), name).items()
-        }
+        return merged(read_header(self.local(name), name).tensors for name in names)
 
 
 def open_directory(text: str, hashes: FileHashes) -> DirectoryFiles:

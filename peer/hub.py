@@ -26,7 +26,7 @@ from peer.directory import DirectoryFiles
 from peer.fingerprint import FileHashes
 from peer.layout import ModelFiles
 from peer.resumable import download
-from peer.safetensors_header import broken, describe
+from peer.safetensors_header import broken, describe, merged
 from swarm.errors import BrokenModel, CapacityError, GatedModel, ModelError, ModelNotFound
 from swarm.state import atomic_write
 
@@ -101,7 +101,7 @@ class HubFiles:
             known = {**self.listing.tensors, **self._read_headers(missing, progress)}
             self.listing = Listing(self.listing.repo, self.listing.commit, self.listing.files, known)
             _keep(self.cache, self.revision, self.listing)
-        return {tensor: spec for name in names for tensor, spec in self.listing.tensors[name].items()}
+        return merged(self.listing.tensors[name] for name in names)
 
     def _read_headers(self, names: list[str], progress: Progress) -> dict[str, dict[str, TensorSpec]]:
         found: dict[str, dict[str, TensorSpec]] = {}

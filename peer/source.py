@@ -54,10 +54,6 @@ class ModelSource:
     def layers(self) -> int:
         return int(self.config.get_text_config().num_hidden_layers)
 
-    @property
-    def weight_bytes(self) -> int:
-        return sum(spec.nbytes for spec in self.tensors.values())
-
     def path(self, file: str) -> Path:
         return self.files.local(file)
 

@@ -1,40 +1,34 @@
 """Load exactly one span: each of its tensors from its file into its final memory, and nothing more.
 
-Invariant: at no time is more than the span's own bytes plus one tensor's conversion held in anonymous
-memory. Files are mapped, tensors are copied out of the mapping (with the dtype converted on the way), so a
+Invariant: at no time is more than the span's own bytes plus a piece of one tensor's conversion held, and a
 loaded span depends on no file and no page cache.
 
-How tensors are stored is the business of a `WeightFormat` (`_format`). For safetensors, which is here:
-what a tensor is called in a checkpoint and in the model differ in some families; transformers' own tables
-of renamings and merges say how, and are applied name by name (`_Safetensors.sources`), so that an expert's
-matrix goes straight to its slice of the merged one.
+How tensors are stored is the business of a `WeightFormat` (`_format`): `peer.safetensors_weights`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from math import prod
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from peer.checkpoint import Checkpoint, Part, WeightFormat
 from peer.model import SpanModel
 from peer.outline import Outline, build_full, outline
+from peer.safetensors_weights import SafetensorsFormat
 from routing.spans import Span
-from swarm.errors import BrokenModel, UnsupportedModel
+from swarm.errors import BrokenModel
 
 Progress = Callable[[int, int], None]  # bytes so far, bytes in all (as they will lie in memory)
 
 
 def _format(checkpoint: Checkpoint) -> WeightFormat:
     """How this checkpoint's weights are stored."""
-    return _Safetensors()
+    return SafetensorsFormat()
 
 
 # ---------------------------------------------------------------- what a span needs
@@ -81,16 +75,6 @@ def span_prices(checkpoint: Checkpoint, dtype: torch.dtype) -> SpanPrices:
         sum(map(price, plan.after)),
         shared,
     )
-
-
-def span_bytes(checkpoint: Checkpoint, span: Span, dtype: torch.dtype) -> int:
-    """Bytes of the span's weights once loaded as `dtype`, embedding and head included where they belong."""
-    return span_prices(checkpoint, dtype)(span)
-
-
-def span_files(checkpoint: Checkpoint, span: Span) -> list[str]:
-    """The files that hold the span's tensors."""
-    return sorted({checkpoint.tensors[name].file for name in span_tensors(checkpoint, span)})
 
 
 def _parts(plan: Outline, sources: Mapping[str, Sequence[Part]], name: str) -> Sequence[Part]:
@@ -159,123 +143,3 @@ def _move_buffers(model: PreTrainedModel, device: torch.device | str) -> None:
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.device.type != "meta":
                 module._buffers[name] = buffer.to(device)
-
-
-# ---------------------------------------------------------------- safetensors
-
-
-@dataclass(frozen=True, slots=True)
-class SafetensorsPart:
-    """A tensor of the checkpoint and the slice of the model's tensor that it fills (None: all of it)."""
-
-    name: str
-    index: int | None = None  # along dimension 0: which expert
-    offset: int | None = None  # along what is then dimension 0: where it starts
-
-
-class _Safetensors:
-    """The `WeightFormat` of *.safetensors."""
-
-    def sources(self, checkpoint: Checkpoint, plan: Outline) -> dict[str, list[SafetensorsPart]]:
-        return _sources(checkpoint, plan)
-
-    def open(self, checkpoint: Checkpoint) -> _SafetensorsFiles:
-        return _SafetensorsFiles(checkpoint)
-
-
-def _sources(checkpoint: Checkpoint, plan: Outline) -> dict[str, list[SafetensorsPart]]:
-    sources: dict[str, list[SafetensorsPart]] = {}
-    for stored in checkpoint.tensors:
-        name, part = _translate(stored, plan)
-        if name is not None:
-            sources.setdefault(name, []).append(part)
-    return {name: _placed(parts, plan.shapes[name], checkpoint) for name, parts in sources.items()}
-
-
-def _translate(stored: str, plan: Outline) -> tuple[str | None, SafetensorsPart]:
-    """The model's name for a stored tensor (None: the model has no use for it), and where it goes."""
-    name, part = stored, SafetensorsPart(stored)
-    for transform in plan.transforms:
-        renamed, pattern = transform.rename_source_key(name)
-        if pattern is None:
-            continue
-        operations = [type(op).__name__ for op in getattr(transform, "operations", ())]
-        if operations not in ([], ["MergeModulelist"], ["MergeModulelist", "Concatenate"]):
-            if _present(renamed, plan.shapes) is not None:
-                raise UnsupportedModel(
-                    f"tensor {stored} would need {', '.join(operations)}, which isn't built yet"
-                )
-            continue
-        if operations:
-            expert = int(stored.rsplit(".experts.", 1)[1].split(".", 1)[0])
-            order = transform.source_patterns.index(pattern) if len(operations) == 2 else None
-            part = SafetensorsPart(stored, expert, order)
-        name = renamed
-    return _present(name, plan.shapes), part
-
-
-def _present(name: str, expected: Mapping[str, tuple[int, ...]]) -> str | None:
-    """Checkpoints of a bare base model lack its prefix (`h.0...` for `transformer.h.0...`)."""
-    if name in expected:
-        return name
-    prefixes = {known.split(".", 1)[0] for known in expected}
-    return next((f"{p}.{name}" for p in sorted(prefixes) if f"{p}.{name}" in expected), None)
-
-
-def _placed(parts: list[SafetensorsPart], shape: tuple[int, ...], checkpoint: Checkpoint) -> list[SafetensorsPart]:
-    """Turn the order of concatenated parts into offsets, and check that all parts are there."""
-    if parts[0].index is None:
-        return parts[:1]
-    per_expert = len({part.offset for part in parts})
-    if len(parts) != shape[0] * per_expert:
-        raise BrokenModel(
-            f"{len(parts)} of {shape[0] * per_expert} expert tensors are there, such as {parts[0].name} in "
-            f"{checkpoint.tensors[parts[0].name].file}; download the model again"
-        )
-    rows = shape[1] // per_expert
-    return [SafetensorsPart(p.name, p.index, None if p.offset is None else p.offset * rows) for p in parts]
-
-
-class _SafetensorsFiles:
-    """The checkpoint's files, each mapped when first needed and let go at the end."""
-
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self.checkpoint = checkpoint
-        self._stack, self._open = ExitStack(), dict[str, Any]()
-
-    def __enter__(self) -> _SafetensorsFiles:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stack.close()
-        self._open.clear()
-
-    def fill(self, final: Tensor, part: Part) -> None:
-        """As `OpenWeights` says."""
-        assert isinstance(part, SafetensorsPart)
-        goal = final if part.index is None else final[part.index]
-        if part.offset is not None:
-            rows = self.checkpoint.tensors[part.name].shape[0]
-            goal = goal[part.offset : part.offset + rows]
-        goal.copy_(self._read(part.name, tuple(goal.shape)))
-
-    def _read(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """The stored tensor, still on its file's pages. Raises BrokenModel."""
-        spec = self.checkpoint.tensors[name]
-        if tuple(spec.shape) != shape:
-            raise BrokenModel(
-                f"tensor {name} in {spec.file} has shape {list(spec.shape)}, the config asks for {list(shape)}"
-            )
-        try:
-            return self._mapped(spec.file).get_tensor(name)
-        except (SafetensorError, OSError) as error:
-            raise BrokenModel(
-                f"tensor {name} can't be read from {spec.file} ({error}); the file is cut or damaged, "
-                "download it again"
-            ) from error
-
-    def _mapped(self, file: str) -> Any:
-        if file not in self._open:
-            mapped = safe_open(self.checkpoint.path(file), framework="pt", device="cpu")
-            self._open[file] = self._stack.enter_context(mapped)
-        return self._open[file]

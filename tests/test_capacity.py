@@ -24,7 +24,7 @@ from peer.capacity import (
     plan_memory,
     show,
 )
-from peer.weights import span_bytes
+from peer.weights import span_prices
 from routing.placement import windows
 from routing.spans import Span
 from swarm.errors import CapacityError, UsageError
@@ -186,7 +186,7 @@ def test_a_plan_for_a_real_checkpoint_uses_its_headers() -> None:
     )
     checkpoint.close()
     assert made.context == 128 and made.kv_tokens(Span(0, LAYERS)) == 256
-    assert made.prices(Span(1, 3)) == span_bytes(checkpoint, Span(1, 3), torch.bfloat16)
+    assert made.prices(Span(1, 3)) == span_prices(checkpoint, torch.bfloat16)(Span(1, 3))
     assert made.kv_bytes(Span(1, 3)) == 2 * 1 * (8 + 8) * 2  # 2 layers, one KV head, 8 + 8 numbers of 2 bytes
 
 

@@ -29,7 +29,7 @@ def file(tmp_path: Path) -> Path:
 
 
 def test_a_header_lists_what_the_library_lists(file: Path) -> None:
-    tensors = read_header(file, "model.safetensors")
+    tensors = read_header(file, "model.safetensors").tensors
     with safe_open(file, "np") as theirs:
         assert set(tensors) == set(theirs.keys())
         for name, spec in tensors.items():
@@ -61,7 +61,7 @@ def test_a_file_with_more_bytes_than_its_header_describes_is_refused(file: Path)
 
 def test_a_huge_header_length_allocates_nothing(file: Path) -> None:
     file.write_bytes(b"\xff" * 7 + b"\x7f" + file.read_bytes()[8:])
-    with pytest.raises(BrokenModel, match="end within the header"):
+    with pytest.raises(BrokenModel, match="9,223,372,036,854,775,807 bytes long, the format allows 100,000,000"):
         read_header(file, "model.safetensors")
 
 
@@ -90,7 +90,7 @@ def test_an_unsound_description_is_refused(entry: object) -> None:
 
 def test_tensors_that_overlap_are_refused() -> None:
     one = {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}
-    with pytest.raises(BrokenModel, match="don't join at byte 4"):
+    with pytest.raises(BrokenModel, match="'b' starts at byte 0 of the data and overlaps tensor 'a', which ends at 4"):
         describe({"a": one, "b": one}, "model.safetensors")
 
 

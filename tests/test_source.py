@@ -47,7 +47,6 @@ def test_a_directory_is_described(model: Path, cache: Path) -> None:
     assert source.layers == LAYERS
     expected = {name: (array.shape, array.nbytes) for name, array in weights().items()}
     assert {name: (spec.shape, spec.nbytes) for name, spec in source.tensors.items()} == expected
-    assert source.weight_bytes == sum(array.nbytes for array in weights().values())
     assert source.path("model.safetensors") == (model / "model.safetensors").resolve()
     assert source.config.model_type == "llama"
 

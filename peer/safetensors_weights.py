@@ -1,0 +1,242 @@
+"""The weight files that most models come in: which tensors of *.safetensors make up the model's, and reading them.
+
+What a tensor is called in a checkpoint and in the model differ in some families; transformers' own tables
+of renamings and merges say how, and are applied name by name (`SafetensorsFormat.sources`), so that an
+expert's matrix goes straight to its slice of the merged one.
+
+Invariant: besides the memory that is filled, a few pieces of PIECE_BYTES are held, however large a tensor,
+a file or the checkpoint is. Files are read, not mapped: pages of a mapping count as ours until the kernel
+takes them back, and a mapped file that somebody cuts ends the process (SIGBUS) where a short read is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from io import FileIO
+
+import torch
+from torch import Tensor
+
+from peer.checkpoint import Checkpoint, Part, TensorSpec
+from peer.outline import Outline
+from peer.safetensors_header import Header, broken, parse_header
+from swarm.errors import BrokenModel, UnsupportedModel
+
+# what is read at once where it is converted: large enough to keep calls cheap, small beside any span
+PIECE_BYTES = 4 << 20
+
+LOADABLE = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class SafetensorsPart:
+    """A tensor of the checkpoint and the slice of the model's tensor that it fills (None: all of it)."""
+
+    name: str
+    index: int | None = None  # along dimension 0: which expert
+    offset: int | None = None  # along what is then dimension 0: where it starts
+
+
+class SafetensorsFormat:
+    """The `WeightFormat` of *.safetensors."""
+
+    def sources(self, checkpoint: Checkpoint, plan: Outline) -> dict[str, list[SafetensorsPart]]:
+        """As `WeightFormat` says. Every part has been checked to have the shape that its place has."""
+        sources: dict[str, list[SafetensorsPart]] = {}
+        for stored in checkpoint.tensors:
+            name, part = _translate(stored, plan)
+            if name is not None:
+                sources.setdefault(name, []).append(part)
+        return {name: _placed(parts, name, plan.shapes[name], checkpoint) for name, parts in sources.items()}
+
+    def open(self, checkpoint: Checkpoint) -> SafetensorsFiles:
+        return SafetensorsFiles(checkpoint)
+
+
+# ---------------------------------------------------------------- names
+
+
+def _translate(stored: str, plan: Outline) -> tuple[str | None, SafetensorsPart]:
+    """The model's name for a stored tensor (None: the model has no use for it), and where it goes."""
+    name, part = stored, SafetensorsPart(stored)
+    for transform in plan.transforms:
+        renamed, pattern = transform.rename_source_key(name)
+        if pattern is None:
+            continue
+        operations = [type(op).__name__ for op in getattr(transform, "operations", ())]
+        if operations not in ([], ["MergeModulelist"], ["MergeModulelist", "Concatenate"]):
+            if _present(renamed, plan.shapes) is not None:
+                raise UnsupportedModel(
+                    f"tensor {stored} would need {', '.join(operations)}, which isn't built yet"
+                )
+            continue
+        if operations:
+            expert = int(stored.rsplit(".experts.", 1)[1].split(".", 1)[0])
+            order = transform.source_patterns.index(pattern) if len(operations) == 2 else None
+            part = SafetensorsPart(stored, expert, order)
+        name = renamed
+    return _present(name, plan.shapes), part
+
+
+def _present(name: str, expected: Mapping[str, tuple[int, ...]]) -> str | None:
+    """Checkpoints of a bare base model lack its prefix (`h.0...` for `transformer.h.0...`)."""
+    if name in expected:
+        return name
+    prefixes = {known.split(".", 1)[0] for known in expected}
+    return next((f"{p}.{name}" for p in sorted(prefixes) if f"{p}.{name}" in expected), None)
+
+
+def _placed(
+    parts: list[SafetensorsPart], name: str, shape: tuple[int, ...], checkpoint: Checkpoint
+) -> list[SafetensorsPart]:
+    """Turn the order of concatenated parts into offsets; check that all parts are there and fit."""
+    if parts[0].index is None:
+        _check(parts[0], shape, checkpoint)
+        return parts[:1]
+    per_expert = len({part.offset for part in parts})
+    there = {(part.index, part.offset) for part in parts}
+    missing = shape[0] * per_expert - sum(index in range(shape[0]) for index, _ in there)
+    if missing or len(parts) != len(there):
+        raise BrokenModel(
+            f"{shape[0] * per_expert - missing} of {shape[0] * per_expert} expert tensors of {name} are there, "
+            f"such as {parts[0].name} in {checkpoint.tensors[parts[0].name].file}; download the model again"
+        )
+    rows = shape[1] // per_expert
+    for part in parts:
+        _check(part, shape[1:] if part.offset is None else (rows, *shape[2:]), checkpoint)
+    return [SafetensorsPart(p.name, p.index, None if p.offset is None else p.offset * rows) for p in parts]
+
+
+def _check(part: SafetensorsPart, shape: tuple[int, ...], checkpoint: Checkpoint) -> None:
+    spec = checkpoint.tensors[part.name]
+    if tuple(spec.shape) != shape:
+        raise BrokenModel(
+            f"tensor {part.name} in {spec.file} has shape {list(spec.shape)}, the config asks for {list(shape)}; "
+            "one of the two files is of another model: fetch both again"
+        )
+    if spec.dtype not in LOADABLE:
+        raise UnsupportedModel(
+            f"tensor {part.name} in {spec.file} is stored as {spec.dtype} and its config says nothing of a "
+            "quantisation, so what its numbers mean isn't known; use a version in bfloat16 or float32"
+        )
+
+
+# ---------------------------------------------------------------- reading
+
+
+class SafetensorsFiles:
+    """The checkpoint's files, each opened and its header checked when first needed, closed at the end."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.checkpoint = checkpoint
+        self._stack, self._open = ExitStack(), dict[str, _WeightFile]()
+
+    def __enter__(self) -> SafetensorsFiles:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+        self._open.clear()
+
+    def fill(self, final: Tensor, part: Part) -> None:
+        """As `OpenWeights` says."""
+        assert isinstance(part, SafetensorsPart)
+        spec = self.checkpoint.tensors[part.name]
+        goal = final if part.index is None else final[part.index]
+        if part.offset is not None:
+            goal = goal[part.offset : part.offset + spec.shape[0]]
+        self._stored(part.name, spec).copy_to(goal)
+
+    def _stored(self, name: str, spec: TensorSpec) -> Stored:
+        if spec.file not in self._open:
+            opened = _WeightFile(self.checkpoint, spec.file)
+            self._open[spec.file] = self._stack.enter_context(opened)
+        return self._open[spec.file].tensor(name, spec)
+
+
+class _WeightFile:
+    """One open file. Raises BrokenModel where it isn't what it was when the model was described."""
+
+    def __init__(self, checkpoint: Checkpoint, file: str) -> None:
+        self.file, path = file, checkpoint.path(file)
+        try:
+            self._handle = FileIO(path)
+            try:
+                self._header: Header = parse_header(self._handle, file)
+            except BaseException:
+                self._handle.close()
+                raise
+        except OSError as error:
+            raise broken(file, f"it can't be read ({error.strerror or error})") from error
+
+    def __enter__(self) -> _WeightFile:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._handle.close()
+
+    def tensor(self, name: str, described: TensorSpec) -> Stored:
+        there = self._header.tensors.get(name)
+        if there is None or (there.dtype, there.shape) != (described.dtype, described.shape):
+            found = f"{there.dtype} {list(there.shape)}" if there else "not in it"
+            raise BrokenModel(
+                f"{self.file} was changed while it was in use: tensor {name} was {described.dtype} "
+                f"{list(described.shape)} and is {found} now; start the peer again"
+            )
+        return Stored(self._handle, self._header.starts[name], name, there)
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """One stored tensor, ready to be read in pieces."""
+
+    handle: FileIO
+    start: int  # its first byte in the file
+    name: str
+    spec: TensorSpec
+
+    def copy_to(self, goal: Tensor) -> None:
+        """All of it into the contiguous `goal`, which has its shape, as `goal`'s dtype. Raises BrokenModel."""
+        dtype, flat = LOADABLE[self.spec.dtype], goal.view(-1)
+        if flat.dtype == dtype and flat.device.type == "cpu":
+            self._read_into(flat, 0)
+            return
+        for first, last in pieces(len(flat), PIECE_BYTES // dtype.itemsize):
+            flat[first:last].copy_(self.read(first, last, dtype))
+
+    def read(self, first: int, last: int, dtype: torch.dtype) -> Tensor:
+        """Elements [first, last) of the flattened tensor, in memory of their own. Raises BrokenModel."""
+        piece = torch.empty(last - first, dtype=dtype)
+        self._read_into(piece, first * dtype.itemsize)
+        return piece
+
+    def _read_into(self, piece: Tensor, skip: int) -> None:
+        view = memoryview(piece.view(torch.uint8).numpy())
+        try:
+            self.handle.seek(self.start + skip)
+            done = 0
+            while done < len(view):
+                count = self.handle.readinto(view[done:])
+                if not count:
+                    raise self._unreadable(f"it ends {len(view) - done:,} bytes too early")
+                done += count
+        except OSError as error:
+            raise self._unreadable(error.strerror or str(error)) from error
+
+    def _unreadable(self, why: str) -> BrokenModel:
+        return BrokenModel(
+            f"tensor {self.name} can't be read from {self.spec.file} ({why}); the file is cut or damaged, "
+            "download it again"
+        )
+
+
+def pieces(count: int, most: int) -> Iterator[tuple[int, int]]:
+    """[first, last) of consecutive runs of at most `most` (at least one) that make up `count`."""
+    most = max(1, most)
+    for first in range(0, count, most):
+        yield first, min(first + most, count)
