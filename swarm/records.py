@@ -52,12 +52,13 @@ def _printable(most: int) -> Codec:
 
 
 def _read_speed(value: Any) -> Speed:
-    figure = messages.number(0.0, 1e6)
-    if not isinstance(value, list) or len(value) < len(dataclasses.fields(Speed)):
+    if not isinstance(value, list) or len(value) < _SPEED_FIGURES:
         raise MessageError(f"expected the figures of a Speed, got {str(value)[:80]!r}")
-    return Speed(*(figure.read(one) for one in value[: len(dataclasses.fields(Speed))]))
+    return Speed(*(_figure.read(one) for one in value[:_SPEED_FIGURES]))
 
 
+_SPEED_FIGURES = len(dataclasses.fields(Speed))
+_figure = messages.number(0.0, 1e6)
 _speed = Codec(lambda value: [float(figure) for figure in dataclasses.astuple(value)], _read_speed)
 _seq = messages.integer(0, MAX_SEQ)
 
@@ -138,6 +139,14 @@ class Leave:
 
 Record: TypeAlias = Descriptor | Heartbeat | Leave
 _KINDS: dict[str, type[Record]] = {cls.letter: cls for cls in (Descriptor, Heartbeat, Leave)}
+_FIELDS: dict[type[Any], tuple[tuple[str, str, Codec, bool], ...]] = {  # key, name, codec, required
+    cls: tuple(
+        (f.metadata["key"], f.name, f.metadata["codec"], f.default is dataclasses.MISSING)
+        for f in dataclasses.fields(cls)
+        if "key" in f.metadata
+    )
+    for cls in _KINDS.values()
+}
 
 
 def record_hash(signed: bytes) -> bytes:
@@ -147,7 +156,7 @@ def record_hash(signed: bytes) -> bytes:
 
 def sign_record(identity: Identity, record: Record) -> bytes:
     """The bytes that travel. Raises UsageError when they are too many, MessageError on a bad field."""
-    values = {f.metadata["key"]: f.metadata["codec"].write(getattr(record, f.name)) for f in _fields(record)}
+    values = {key: codec.write(getattr(record, name)) for key, name, codec, _ in _FIELDS[type(record)]}
     payload: bytes = msgpack.packb({"": record.letter, **values}, use_single_float=True)
     assert record.peer == identity.peer_id, "a record is signed by its owner"
     _read(payload)  # what others would refuse is never sent
@@ -206,10 +215,6 @@ def open_descriptor(signed: bytes) -> Descriptor:
     return record
 
 
-def _fields(cls: Any) -> list[dataclasses.Field[Any]]:
-    return [f for f in dataclasses.fields(cls) if "key" in f.metadata]
-
-
 def _read(payload: bytes) -> Record:
     if len(payload) > messages.MAX_RECORD_BYTES:
         raise MessageError(f"a record of {len(payload)} bytes is above {messages.MAX_RECORD_BYTES}")
@@ -226,15 +231,14 @@ def _read(payload: bytes) -> Record:
 
 def _build(cls: type[Any], values: dict[str, Any]) -> Record:
     found: dict[str, Any] = {}
-    for f in _fields(cls):
-        key = f.metadata["key"]
-        if key not in values and f.default is dataclasses.MISSING:
-            raise MessageError(f"{cls.__name__}.{f.name} is missing")
+    for key, name, codec, required in _FIELDS[cls]:
         if key in values:
             try:
-                found[f.name] = f.metadata["codec"].read(values[key])
+                found[name] = codec.read(values[key])
             except MessageError as error:
-                raise MessageError(f"{cls.__name__}.{f.name}: {error}") from None
+                raise MessageError(f"{cls.__name__}.{name}: {error}") from None
+        elif required:
+            raise MessageError(f"{cls.__name__}.{name} is missing")
     made: Record = cls(**found)
     if isinstance(made, Descriptor):
         made.check()

@@ -81,7 +81,7 @@ class PeerEntry:
         return self.descriptor.peer
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Held:
     """A head and what belongs to it. issued_at: on the table's clock. descriptor: None after a leave."""
 
@@ -94,20 +94,18 @@ class Held:
     fingerprint: bytes | None
     addresses: tuple[str, ...]
     issued_at: float
+    lapses_at: float
+    place: int  # of the peer among the buckets of a digest
 
     @property
     def peer(self) -> PeerId:
         return self.head.peer
 
-    @property
-    def lapses_at(self) -> float:
-        return self.issued_at + self.head.lease_s
-
     def matches(self, fingerprint: bytes | None) -> bool:
         return fingerprint is None or self.fingerprint == fingerprint
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Gone:
     """A tombstone. left: said goodbye, so nobody counts it as missing."""
 
@@ -201,7 +199,7 @@ class Table:
         sums = [0] * buckets
         for held in self.held(fingerprint):
             if held.lapses_at > now:
-                sums[bucket_of(held.peer, buckets)] += int.from_bytes(held.rank.hash[:8], "big")
+                sums[held.place % buckets] += int.from_bytes(held.rank.hash[:8], "big")
         return tuple((total % (1 << 64)).to_bytes(8, "big") for total in sums)
 
     def in_buckets(
@@ -210,7 +208,7 @@ class Table:
         return [
             held.peer
             for held in self.held(fingerprint)
-            if held.lapses_at > now and bucket_of(held.peer, buckets) in chosen
+            if held.lapses_at > now and held.place % buckets in chosen
         ]
 
     # ------------------------------------------------------------ changes
@@ -314,6 +312,8 @@ class Table:
             fingerprint=made.fingerprint if made else (past.fingerprint if past else None),
             addresses=made.addresses if made else (past.addresses if past else ()),
             issued_at=now - told.age_s,
+            lapses_at=now - told.age_s + head.lease_s,
+            place=before.place if before is not None else int.from_bytes(key_bytes(head.peer)[:4], "big"),
         )
         if before is not None:
             self._by_id.pop(before.head_id, None)
@@ -359,10 +359,6 @@ def read_head(data: bytes) -> Heartbeat | Leave:
     if isinstance(record, Descriptor):
         raise MessageError("a descriptor can't stand where a heartbeat or a leave belongs")
     return record
-
-
-def bucket_of(peer: PeerId, buckets: int) -> int:
-    return int.from_bytes(key_bytes(peer)[:4], "big") % buckets
 
 
 def differing(ours: Iterable[bytes], theirs: Iterable[bytes]) -> set[int]:
