@@ -48,6 +48,7 @@ from peer.progress import terminal_progress
 from routing.estimates import compute_s
 from routing.placement import Claim, NothingFits, choose_span, recheck
 from routing.spans import Span
+from swarm.addresses import parse_address
 from swarm.display import WARNINGS, count
 from swarm.errors import MessageError, UsageError
 from swarm.lan import Announced, Lan, lan_wanted
@@ -56,7 +57,7 @@ from swarm.node import Node
 from swarm.records import MAX_ADDRESSES, MAX_DEVICE_NAME, MAX_MODEL_NAME, MAX_NAME, Descriptor, Load
 from swarm.state import PeerDir, StateDir
 from swarm.tensors import RawTensor
-from swarm.transport import Stream, Transport, parse_address
+from swarm.transport import Stream, Transport
 from swarm.wire import Priority
 
 log = logging.getLogger("swarm.service")

@@ -28,6 +28,7 @@ import time
 from collections.abc import Collection, Coroutine, Iterable, Sequence
 from typing import Any, Literal
 
+from swarm.addresses import Address, is_loopback, parse_address
 from swarm.errors import IdentityError, PeerFailed, RemoteError, StreamClosed, SwarmError, Unreachable
 from swarm.identity import PeerId
 from swarm.lan import Found, Lan
@@ -44,7 +45,7 @@ from swarm.registry import (
     SnapshotComplete,
 )
 from swarm.state import SEQ_BLOCK, PeerDir, StateDir
-from swarm.transport import Address, Link, Stream, Transport, parse_address
+from swarm.transport import Link, Stream, Transport
 from swarm.wire import Priority
 
 log = logging.getLogger("swarm.node")
@@ -336,7 +337,7 @@ class Node:
         try:
             await self._join(address)
         except IdentityError:
-            if not _is_loopback(address.host):  # there peers change ports among each other
+            if not is_loopback(address.host):  # there peers change ports among each other
                 raise
             await self._join(Address(None, address.host, address.port))
 
@@ -727,13 +728,6 @@ def _one_of(addresses: Sequence[Address], errors: Sequence[SwarmError]) -> Swarm
         return (telling or list(errors))[0]
     reasons = dict.fromkeys(error.reason for error in errors if isinstance(error, Unreachable))
     return Unreachable(", ".join(map(str, addresses)), "; ".join(reasons))
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _same_place(host: str, remote: str) -> bool:

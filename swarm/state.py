@@ -16,7 +16,6 @@ overwritten. `client.py` and `peer/service.py` open it; the cores know nothing o
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import itertools
 import json
 import logging
@@ -31,6 +30,7 @@ from typing import Any
 import filelock
 import platformdirs
 
+from swarm.addresses import is_loopback
 from swarm.errors import IdentityError, UsageError
 from swarm.identity import Identity, PeerId
 
@@ -123,7 +123,7 @@ class KnownHosts:
 
         Written at once; a disk that can't be written costs a warning.
         """
-        if _is_loopback(address_text):
+        if is_loopback(address_text.rpartition(":")[0].strip("[]")):
             return
         key = f"{self._network} {address_text}"
         known = self._hosts.setdefault(key, peer)
@@ -385,11 +385,3 @@ def _write_json(path: Path, values: Mapping[str, str]) -> None:
 def _texts(values: Mapping[str, Any]) -> dict[str, str]:
     """Only what has the right shape: a state file may come from another release."""
     return {k: v for k, v in values.items() if isinstance(k, str) and isinstance(v, str)}
-
-
-def _is_loopback(address_text: str) -> bool:
-    host = address_text.rpartition(":")[0].strip("[]")
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -25,13 +25,13 @@ import re
 import socket
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
 from time import monotonic
 from typing import Any, Protocol, cast
 
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 from swarm import wire
+from swarm.addresses import DEFAULT_PORT, Address, parse_address
 from swarm.errors import (
     HandshakeError,
     IdentityError,
@@ -45,14 +45,13 @@ from swarm.errors import (
     UsageError,
     VersionMismatch,
 )
-from swarm.identity import PEER_ID_CHARACTERS, Identity, PeerId, key_bytes
+from swarm.identity import Identity, PeerId
 from swarm.messages import Message, Unsupported
 from swarm.noise import MAX_NETWORK_NAME
 from swarm.wire import Admit, Connection, Limits, Priority
 
 log = logging.getLogger("swarm.transport")
 
-DEFAULT_PORT = 7070
 PORTS_TRIED = 200  # several peers on one host each take the next free one
 DIAL_TIMEOUT_S = 5.0
 NEXT_ADDRESS_S = 0.25  # a peer's next address is tried beside the last (RFC 8305's delay)
@@ -65,72 +64,6 @@ DUPLICATE_LINGER_S = 10.0
 CLOSE_TIMEOUT_S = 1.0  # for a last word to leave
 
 Handler = Callable[["Stream", Message], Awaitable[None]]
-
-
-# ---------------------------------------------------------------- addresses
-
-
-@dataclass(frozen=True)
-class Address:
-    """Where a peer listens, and who is expected there if that is known."""
-
-    peer: PeerId | None
-    host: str
-    port: int
-
-    def __str__(self) -> str:
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        prefix = f"{self.peer}@" if self.peer else ""
-        return f"{prefix}{host}:{self.port}"
-
-
-def parse_address(text: str) -> Address:
-    """`host`, `host:port`, `[ipv6]:port` or a name, each optionally after `PEERID@`. Raises UsageError."""
-    identity, at, place = text.strip().rpartition("@")
-    host, port = _split_port(place)
-    peer: PeerId | None = None
-    if at:
-        try:
-            key_bytes(PeerId(identity))
-        except IdentityError:
-            raise _bad_address(
-                text, f"{identity!r} is not a peer id of {PEER_ID_CHARACTERS} characters"
-            ) from None
-        peer = PeerId(identity)
-    if not host or any(character.isspace() or character in "/[]" for character in host):
-        raise _bad_address(text, "there is no host in it")
-    if not _resolvable(host):
-        raise _bad_address(text, "its host is no name that could be looked up")
-    if port == "":
-        return Address(peer, host, DEFAULT_PORT)
-    if not (port.isascii() and port.isdigit()) or not 0 < int(port) < 1 << 16:
-        raise _bad_address(text, f"{port!r} is not a port from 1 to 65535")
-    return Address(peer, host, int(port))
-
-
-def _resolvable(host: str) -> bool:
-    """Whether the resolver takes it at all: what it can't encode, it answers with a ValueError, and hosts come
-    from strangers' records."""
-    try:
-        return host.isprintable() and bool(host.encode("idna"))
-    except UnicodeError:
-        return False
-
-
-def _split_port(place: str) -> tuple[str, str]:
-    if place.startswith("["):
-        host, _, rest = place[1:].partition("]")
-        return host, rest.removeprefix(":")
-    if place.count(":") > 1:  # a bare IPv6 address
-        return place, ""
-    host, colon, port = place.partition(":")
-    return host, port if not colon or port else "missing"
-
-
-def _bad_address(text: str, why: str) -> UsageError:
-    return UsageError(
-        f"{text[:120]!r} is not an address ({why}); write for example 192.168.1.20:{DEFAULT_PORT}"
-    )
 
 
 class KnownHosts(Protocol):

@@ -22,6 +22,7 @@ import swarm.client
 from peer.hop import HopConfig
 from routing.spans import Span
 from swarm import AsyncClient, Completion, Generation, Piece
+from swarm.addresses import parse_address
 from swarm.errors import GenerationFailed, NoRoute, StreamClosed, UsageError
 from swarm.identity import Identity
 from swarm.messages import (
@@ -44,7 +45,7 @@ from swarm.messages import (
 )
 from swarm.session import SessionConfig
 from swarm.tensors import RawTensor, ids_tensor
-from swarm.transport import Link, Stream, Transport, parse_address
+from swarm.transport import Link, Stream, Transport
 from tests.tiny_swarm import CHAINS, CONTEXT, EOS, PATIENT, WITHIN_S, Tiny, TinySwarm
 
 PROMPTS = (

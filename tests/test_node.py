@@ -12,13 +12,14 @@ import pytest
 
 from swarm import node as node_module
 from swarm import transport
+from swarm.addresses import Address, parse_address
 from swarm.errors import IdentityError, MessageError, PeerFailed, StreamClosed, Unreachable, UsageError
 from swarm.identity import Identity
 from swarm.messages import Delta, DialBack, DialledBack, GossipHello, Told
 from swarm.node import Node, _same_place
 from swarm.records import Heartbeat, record_hash, sign_record
 from swarm.state import PeerDir, StateDir
-from swarm.transport import Transport, parse_address
+from swarm.transport import Transport
 from tests.sim.registries import FINGERPRINT, descriptor, serving
 
 WITHIN_S = 30.0  # far more than needed on a busy machine; only a hang reaches it
@@ -418,7 +419,7 @@ async def test_nobody_is_made_to_dial_a_third_party(swarm: Swarm) -> None:
     dialled: list[str] = []
     real = first.transport.dial
 
-    async def watched(place: transport.Address, *args: object, **kwargs: object) -> transport.Link:
+    async def watched(place: Address, *args: object, **kwargs: object) -> transport.Link:
         dialled.append(place.host)
         return await real(place, *args, **kwargs)  # type: ignore[arg-type]
 

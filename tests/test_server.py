@@ -11,10 +11,11 @@ import pytest
 
 from peer import server as server_module
 from routing.spans import Span
+from swarm.addresses import parse_address
 from swarm.errors import StreamClosed
 from swarm.identity import Identity
 from swarm.messages import Draining, HopRef, Open, Opened, RefusedMessage
-from swarm.transport import Link, Transport, parse_address
+from swarm.transport import Link, Transport
 from tests.tiny_swarm import WITHIN_S, Background, TinySwarm, write_model
 
 SESSION = bytes(range(16))

@@ -13,6 +13,7 @@ from dataclasses import replace
 import pytest
 
 from swarm import transport as transport_module
+from swarm.addresses import Address, parse_address
 from swarm.errors import (
     HandshakeError,
     IdentityError,
@@ -27,7 +28,7 @@ from swarm.errors import (
 from swarm.identity import Identity, PeerId
 from swarm.messages import GetFiles, Message, Step, Unsupported, Where
 from swarm.tensors import RawTensor
-from swarm.transport import Address, Link, Stream, Transport, parse_address
+from swarm.transport import Link, Stream, Transport
 from swarm.wire import DEFAULT_LIMITS, Priority
 
 IDENTITIES = sorted((Identity.from_seed(bytes([n]) * 32) for n in range(1, 6)), key=lambda i: i.peer_id)
@@ -78,53 +79,7 @@ def step(size: int, position: int = 0) -> Step:
     return Step({"hidden": tensor}, epoch=1, position=position)
 
 
-# ---------------------------------------------------------------- addresses
-
-
-@pytest.mark.parametrize(
-    ("text", "address"),
-    [
-        ("10.0.0.5", Address(None, "10.0.0.5", 7070)),
-        ("10.0.0.5:81", Address(None, "10.0.0.5", 81)),
-        ("peer.example.org", Address(None, "peer.example.org", 7070)),
-        ("peer.example.org:9000", Address(None, "peer.example.org", 9000)),
-        ("[fe80::1]:82", Address(None, "fe80::1", 82)),
-        ("[fe80::1]", Address(None, "fe80::1", 7070)),
-        ("::1", Address(None, "::1", 7070)),
-        (f"{PEER}@10.0.0.5:81", Address(PEER, "10.0.0.5", 81)),
-        (f"{PEER}@[::1]:81", Address(PEER, "::1", 81)),
-        (f" {PEER}@host ", Address(PEER, "host", 7070)),
-    ],
-)
-def test_every_way_to_write_an_address_is_read(text: str, address: Address) -> None:
-    assert parse_address(text) == address
-    assert parse_address(str(address)) == address
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        ":70",
-        "host:",
-        "host:x",
-        "host:0",
-        "host:70000",
-        "a b",
-        "me@host",
-        "http://host",
-        "[::1]x:5",
-        "@host",
-        "host:-1",
-        "a" * 64 + ".example.org",
-        "a..b",
-        "ho\0st",
-        "ho\x1b[2Jst",
-    ],
-)
-def test_what_is_no_address_is_refused_with_an_example(text: str) -> None:
-    with pytest.raises(UsageError, match=r"192\.168\.1\.20:7070"):
-        parse_address(text)
+# ---------------------------------------------------------------- what can never work
 
 
 async def test_a_peer_that_advertises_a_host_no_resolver_takes_is_unreachable_and_no_bug_of_ours(make: Make) -> None:
