@@ -565,6 +565,7 @@ def packed(size: int, most: int) -> Codec:
 
 _record_ids = packed(RECORD_ID_BYTES, MAX_IDS)
 _signed = octets(64, MAX_RECORD_BYTES)
+_age_ms = integer(0, 1_000_000_000)
 
 
 @dataclass(frozen=True, slots=True)
@@ -572,9 +573,23 @@ class Told:
     """head: a signed heartbeat or leave, `age_s` seconds after it was issued, as the sender counts.
     descriptor: the signed bytes that the heartbeat names, where the receiver may lack them."""
 
-    head: bytes = of(_signed)
-    age_s: float = of(seconds)
-    descriptor: bytes | None = of(optional(_signed), default=None)
+    head: bytes
+    age_s: float
+    descriptor: bytes | None = None
+
+
+def _write_told(told: Told) -> Wire:
+    ms = math.ceil(told.age_s * 1000)  # never younger
+    return [told.head, ms] if told.descriptor is None else [told.head, ms, told.descriptor]
+
+
+def _read_told(value: Wire) -> Told:
+    _check(isinstance(value, list) and 2 <= len(value) <= 3, "a head, its age and a descriptor", value)
+    descriptor = _signed.read(value[2]) if len(value) == 3 else None
+    return Told(_signed.read(value[0]), _age_ms.read(value[1]) / 1000, descriptor)
+
+
+_told = Codec(_write_told, _read_told)  # a list and milliseconds: 30 bytes less than a map, for each of many
 
 
 @message("gossip-hello")
@@ -611,7 +626,7 @@ class Ask(Message):
 class Delta(Message):
     """complete: the last part of a snapshot."""
 
-    records: tuple[Told, ...] = of(list_of(nested(Told), MAX_TOLD))
+    records: tuple[Told, ...] = of(list_of(_told, MAX_TOLD))
     complete: bool = of(flag, default=False)
 
 

@@ -7,7 +7,7 @@ import random
 
 import msgpack
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -18,12 +18,16 @@ from swarm.identity import Identity
 from swarm.messages import MAX_RECORD_BYTES, Ask, Delta, Digest, Offer, Subscribe, Told
 from swarm.owner import heartbeat_interval_s
 from swarm.records import (
+    COORDINATES,
+    MAX_HEARTBEAT_BYTES,
     MAX_LEASE_S,
     SIGNATURE_BYTES,
     Descriptor,
     Heartbeat,
     Leave,
     Record,
+    brief,
+    from_brief,
     open_descriptor,
     open_record,
     record_hash,
@@ -31,7 +35,7 @@ from swarm.records import (
 )
 from swarm.registry import Kind, Registry
 from swarm.table import Table, Verdict
-from tests.sim.registries import FINGERPRINT, World, descriptor, serving
+from tests.sim.registries import FINGERPRINT, World, descriptor, serving, through_the_wire
 
 LEASE_S = 15.0  # protocol.md and issue 5: three heartbeats of 5 s in a small swarm
 ALICE = Identity.from_seed(b"a" * 32)
@@ -147,6 +151,33 @@ def test_descriptor_and_heartbeat_stay_within_their_kibibyte() -> None:
         except UsageError:
             room -= 1
     assert descriptor_bytes + heartbeat_bytes <= MAX_RECORD_BYTES
+
+
+def test_a_usual_heartbeat_takes_about_180_bytes_and_has_room_for_coordinates() -> None:
+    """Issue 5: about 180 bytes signed. Coordinates: 3 of them, a height and an error, 2 bytes each."""
+    usual = a_heartbeat(
+        b"x", 1_764_000_000_001, issued_ms=1_764_000_000_001, sessions=3, free_kv_tokens=100_000,
+        queue_s=0.25, speed=Speed(0.002, 0.001, 0.001, 0.005, 0.0001), tokens_per_s=31.4,
+    )  # fmt: skip
+    signed = sign_record(ALICE, usual)
+    assert 170 <= len(signed) <= 195
+    values = msgpack.unpackb(signed[SIGNATURE_BYTES:])
+    payload = msgpack.packb(values | {COORDINATES: brief((1.5, -2.5, 0.25, 0.01, 0.125))})
+    later = ALICE.sign(b"record", payload) + payload
+    assert len(later) <= MAX_HEARTBEAT_BYTES
+    assert open_record(later) == open_record(signed)
+
+
+@given(st.lists(st.floats(0.0, 1e6, width=32), max_size=5))
+def test_brief_figures_are_wrong_by_less_than_half_a_percent(figures: list[float]) -> None:
+    assert from_brief(brief(figures)) == pytest.approx(figures, rel=0.004, abs=1e-37)
+
+
+def test_the_age_of_a_record_never_shrinks_on_the_way() -> None:
+    for age_s in (0.0, 0.0004, 1.23456, 14.9999):
+        arrived = through_the_wire(Delta((told(age_s=age_s),)))
+        assert isinstance(arrived, Delta)
+        assert age_s <= arrived.records[0].age_s < age_s + 0.001
 
 
 def test_bytes_that_are_no_record_are_refused() -> None:
