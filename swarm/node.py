@@ -43,6 +43,7 @@ from swarm.registry import (
     Registry,
     SecondInstance,
     SnapshotComplete,
+    in_parts,
 )
 from swarm.state import SEQ_BLOCK, PeerDir, StateDir
 from swarm.transport import Link, Stream, Transport
@@ -440,7 +441,9 @@ class Node:
     async def _read(self, channel: _Channel) -> None:
         while True:
             message = await channel.stream.receive()
-            self.registry.receive(channel.key, message, clock())
+            for part in in_parts(message):
+                self.registry.receive(channel.key, part, clock())
+                await asyncio.sleep(0)
             self._transmit()
 
     async def _write(self, channel: _Channel) -> None:

@@ -25,7 +25,7 @@ wakes it at `deadline`.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -40,11 +40,12 @@ from swarm.records import Descriptor, Load, Record, check_signature
 from swarm.table import Held, PeerEntry, Table, Verdict, differing, head_id, read_head
 
 __all__ = ["Action", "Drop", "Kind", "PeerEntry", "Reach", "ReachAddress", "Registry"]
-__all__ += ["SecondInstance", "SnapshotComplete", "heartbeat_interval_s"]
+__all__ += ["SecondInstance", "SnapshotComplete", "heartbeat_interval_s", "in_parts"]
 
 ASK_TIMEOUT_S = 2.0  # then the next one who offered it is asked
 MAX_ASKED = 8192  # heads asked for and not yet here; what doesn't fit is healed by digest
 MAX_OTHERS = 3  # who else offered the same, remembered
+PART_RECORDS = 16  # of a Delta at a time: two signatures each, 0.2 ms to verify one
 DIGEST_S = 10.0  # between reconciliations, with one neighbour each
 DIGEST_MIN_S = 0.5  # a neighbour that sends digests faster isn't answered: each costs O(peers)
 
@@ -64,6 +65,19 @@ class SecondInstance:
 
 
 Action: TypeAlias = Reach | ReachAddress | Drop | SnapshotComplete | SecondInstance
+
+
+def in_parts(message: Message) -> Iterator[Message]:
+    """What to give `receive` one after the other instead of `message`: each part takes some milliseconds at most.
+
+    A Delta may hold 109 records that all have to be verified; a shell lets others run in between.
+    """
+    if not isinstance(message, Delta) or len(message.records) <= PART_RECORDS:
+        yield message
+        return
+    for start in range(0, len(message.records), PART_RECORDS):
+        stop = start + PART_RECORDS
+        yield Delta(message.records[start:stop], message.complete and stop >= len(message.records))
 
 
 @dataclass

@@ -60,6 +60,11 @@ MAX_LINKS = 768  # under the usual 1,024 file descriptors of a process
 WRITE_HIGH_WATER = 64 << 10  # one record
 NOTSENT_LOWAT = 128 << 10  # in the kernel: enough to keep a fast link busy, too little to delay a decode step
 RECORDS_PER_TURN = 16  # then the loop gets its turn: a bulk transfer can't hog it
+# The same for what comes in. One read brings up to 256 KiB, and that much of the smallest records takes 150 ms:
+# a slice is at most 170 of them, some milliseconds' work.
+RECEIVE_SLICE = 4 << 10
+RECEIVE_TURN_S = 0.003
+MESSAGES_PER_TURN = 8  # a reader that always finds the next message waiting lets others in between; a few ms too
 DUPLICATE_LINGER_S = 10.0
 CLOSE_TIMEOUT_S = 1.0  # for a last word to leave
 
@@ -84,6 +89,7 @@ class Stream:
         self.closed_reason: str | None = None  # set: nothing can be sent, nothing more comes
         self._ended_reason: str | None = None  # set: nothing more comes
         self._inbox: deque[wire.MessageReceived] = deque()
+        self._in_a_row = 0  # messages taken without having waited
         self._reader: asyncio.Future[None] | None = None
         self._writers: list[asyncio.Future[None]] = []
         self._max_message_bytes = link.connection.limits.max_message_bytes
@@ -122,6 +128,9 @@ class Stream:
 
     async def receive(self) -> Message:
         """The next message. Raises StreamClosed behind the last one. Cancelled: no message is lost."""
+        if self._in_a_row >= MESSAGES_PER_TURN:
+            self._in_a_row = 0
+            await asyncio.sleep(0)
         while not self._inbox:
             if self._ended_reason is not None:
                 raise StreamClosed(self._ended_reason)
@@ -131,6 +140,8 @@ class Stream:
                 await self._reader
             finally:
                 self._reader = None
+                self._in_a_row = 0
+        self._in_a_row += 1
         return self._take()
 
     async def end(self) -> None:
@@ -226,6 +237,7 @@ class Link(asyncio.Protocol):
         self.idle_since: float | None = None  # of a duplicate
         self._transport: asyncio.Transport | None = None
         self._paused = False
+        self._unread = memoryview(b"")  # has come, and the core doesn't have it yet
         self._transmitting = self._again = False
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
@@ -298,8 +310,9 @@ class Link(asyncio.Protocol):
         self.transmit()
 
     def data_received(self, data: bytes) -> None:
-        self.connection.receive_data(data, monotonic())
-        self.transmit()
+        # reading is paused while something is unread; what a loop delivers all the same comes behind it
+        self._unread = memoryview(bytes(self._unread) + data if self._unread else data)
+        self._read_on()
 
     def eof_received(self) -> bool:
         return False  # both directions end together
@@ -320,6 +333,23 @@ class Link(asyncio.Protocol):
         self.transmit()
 
     # ---- inside
+
+    def _read_on(self) -> None:
+        """Hand over what has come, slice by slice; after RECEIVE_TURN_S the loop gets its turn first."""
+        begun = now = monotonic()
+        while self._unread and now - begun < RECEIVE_TURN_S and not self.connection.closed:
+            size = max(RECEIVE_SLICE, self.connection.missing)  # a large record isn't cut: it is one frame
+            part, self._unread = self._unread[:size], self._unread[size:]
+            self.connection.receive_data(part, now)
+            self.transmit()
+            now = monotonic()
+        if self._transport is None or self._transport.is_closing():
+            self._unread = memoryview(b"")
+        elif self._unread:
+            self._transport.pause_reading()
+            self.loop.call_soon(self._read_on)
+        else:
+            self._transport.resume_reading()
 
     def _drain(self) -> None:
         self._handle_events()

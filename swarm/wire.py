@@ -505,6 +505,12 @@ class Connection:
             self._buffer = bytearray()
             self._close(error, str(error), tell=isinstance(error, FramingError))
 
+    @property
+    def missing(self) -> int:
+        """Bytes until the record that has begun to arrive is whole; 0 if none has."""
+        begun = self._buffer
+        return 2 + (begun[0] << 8 | begun[1]) - len(begun) if len(begun) >= 2 else 0
+
     def data_to_send(self) -> bytes:
         """About one record, of the best priority; b"" when nothing may leave."""
         if self._handshake is not None:
