@@ -2,7 +2,9 @@
 
 Layout (https://huggingface.co/docs/safetensors/index#format): 8 bytes little-endian length N, N bytes of
 JSON, then the tensors' bytes, in order and without a hole. Invariant: a header that is accepted describes
-exactly the bytes that the file has, so that no later read can run past its end.
+exactly the bytes that the file has, so that no later read can run past its end; and whatever it holds, reading it
+takes less than 64 MiB: its members are decoded one after the other, since JSON that holds nothing but empty
+lists takes twenty times its size once it is decoded.
 """
 
 from __future__ import annotations
@@ -10,7 +12,8 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -18,8 +21,16 @@ from typing import BinaryIO
 from peer.checkpoint import TensorSpec
 from swarm.errors import BrokenModel
 
-# the format's own bound, which keeps a damaged length from allocating gigabytes
-MAX_HEADER_BYTES = 100_000_000
+# Far above what is shared (19,000 tensors of a mixture of experts in one file: 2.5 MB), far below the 100 MB that
+# the format allows.
+MAX_HEADER_BYTES = 12 << 20
+MAX_TENSORS = 65_536  # in one file; each takes half a kilobyte here
+MAX_NAME = 1024  # characters, as are the next two
+MAX_ENTRY = 1024  # of what is said of one tensor
+MAX_METADATA = 1 << 20  # a training script's are some hundred thousand
+MAX_DIMENSIONS = 8
+MAX_SIZE = 1 << 62  # elements or bytes: JSON's numbers have no end, and 4,000 digits times 4,000 digits take seconds
+METADATA = "__metadata__"
 _LENGTH_BYTES = 8
 _BITS = {
     "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
@@ -51,17 +62,7 @@ def parse_header(stream: BinaryIO, file: str) -> Header:
     """Of an open file, from its beginning. Raises BrokenModel, or OSError."""
     size = os.fstat(stream.fileno()).st_size
     length = int.from_bytes(_exactly(stream, _LENGTH_BYTES, file, size), "little")
-    if length > MAX_HEADER_BYTES:
-        raise broken(
-            file,
-            f"its header would be {length:,} bytes long, the format allows {MAX_HEADER_BYTES:,}; "
-            "it is damaged, or it isn't a safetensors file",
-        )
-    try:
-        header = json.loads(_exactly(stream, length, file, size))
-    except (ValueError, RecursionError):
-        raise broken(file, "its header isn't JSON") from None
-    tensors, starts = _described(header, file)
+    tensors, starts = _described(_members(_text(stream, length, file, size), file), file)
     data = _LENGTH_BYTES + length
     expected = data + sum(spec.nbytes for spec in tensors.values())
     if size < expected:
@@ -69,6 +70,88 @@ def parse_header(stream: BinaryIO, file: str) -> Header:
     if size > expected:
         raise broken(file, f"it has {size:,} bytes where its header describes {expected:,}")
     return Header(tensors, {name: data + start for name, start in starts.items()})
+
+
+def _text(stream: BinaryIO, length: int, file: str, size: int) -> str:
+    if length > MAX_HEADER_BYTES:
+        raise broken(
+            file,
+            f"its header would be {length:,} bytes long, {MAX_HEADER_BYTES:,} are accepted; "
+            "it is damaged, or it isn't a safetensors file",
+        )
+    raw = _exactly(stream, length, file, size)
+    if not raw.isascii() and 4 * length > MAX_HEADER_BYTES:  # such text takes Python four bytes a character
+        raise broken(file, f"its header of {length:,} bytes isn't all ASCII; write it with shorter metadata")
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        raise _not_json(file) from None
+
+
+def _not_json(file: str) -> BrokenModel:
+    return broken(file, "its header isn't JSON as a safetensors file has it")
+
+
+def _wrong(file: str, name: str) -> BrokenModel:
+    return broken(file, f"its header describes tensor {name!r} wrongly")
+
+
+_SPACE = re.compile(r"[ \t\r\n]*")
+
+
+def _members(text: str, file: str) -> Iterator[tuple[str, object]]:
+    """The members of the one object that `text` is, but for the metadata, which nothing here uses."""
+    at, first = _step(text, 0, "{", file), True
+    while not _stands(text, at, "}"):
+        name, at = _value(text, at if first else _step(text, at, ",", file), MAX_NAME, file)
+        if not isinstance(name, str):
+            raise _not_json(file)
+        at = _step(text, at, ":", file)
+        value, at = _value(text, at, MAX_METADATA if name == METADATA else MAX_ENTRY, file)
+        if name != METADATA:
+            yield name, value
+        first = False
+    if text[_step(text, at, "}", file) :].strip(" \t\r\n"):
+        raise _not_json(file)
+
+
+def _value(text: str, at: int, most: int, file: str) -> tuple[object, int]:
+    """What begins at `at` and takes no more than `most` characters, and the place behind it."""
+    at = _behind_space(text, at)
+    try:
+        value, length = _DECODER.raw_decode(text[at : at + most])
+    except (ValueError, RecursionError):
+        raise _not_json(file) from None
+    return value, at + length
+
+
+def _behind_space(text: str, at: int) -> int:
+    found = _SPACE.match(text, at)
+    assert found is not None, "it matches nothing too"
+    return found.end()
+
+
+def _stands(text: str, at: int, expected: str) -> bool:
+    """Whether `expected` comes next, spaces aside."""
+    return text.startswith(expected, _behind_space(text, at))
+
+
+def _step(text: str, at: int, expected: str, file: str) -> int:
+    """The place behind `expected`, which has to come next, spaces aside."""
+    if not _stands(text, at, expected):
+        raise _not_json(file)
+    return _behind_space(text, at) + 1
+
+
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """Refuses a name that occurs twice: what is checked here and what another reader takes would differ."""
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        raise ValueError
+    return made
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique)
 
 
 def _exactly(stream: BinaryIO, count: int, file: str, size: int) -> bytes:
@@ -80,18 +163,22 @@ def _exactly(stream: BinaryIO, count: int, file: str, size: int) -> bytes:
 
 def describe(header: object, file: str) -> dict[str, TensorSpec]:
     """The tensors that a decoded header lists. Raises BrokenModel on anything but a sound description."""
-    return _described(header, file)[0]
-
-
-def _described(header: object, file: str) -> tuple[dict[str, TensorSpec], dict[str, int]]:
-    """The tensors, and of each its first byte, counted from the end of the header."""
     if not isinstance(header, Mapping):
         raise broken(file, "its header isn't a JSON object")
+    return _described(((name, entry) for name, entry in header.items() if name != METADATA), file)[0]
+
+
+def _described(
+    members: Iterable[tuple[str, object]], file: str
+) -> tuple[dict[str, TensorSpec], dict[str, int]]:
+    """The tensors, and of each its first byte, counted from the end of the header."""
     extents: list[tuple[int, int, str]] = []
     tensors: dict[str, TensorSpec] = {}
-    for name, entry in header.items():
-        if name == "__metadata__":
-            continue
+    for name, entry in members:
+        if name in tensors:
+            raise broken(file, f"its header describes tensor {name!r} twice")
+        if len(tensors) >= MAX_TENSORS:
+            raise broken(file, f"it holds over {MAX_TENSORS:,} tensors; save the model in several files")
         tensors[name], (start, stop) = _tensor(name, entry, file)
         extents.append((start, stop, name))
     end, before = 0, "the header"
@@ -123,11 +210,12 @@ def merged(files: Iterable[Mapping[str, TensorSpec]]) -> dict[str, TensorSpec]:
 def _tensor(name: str, entry: object, file: str) -> tuple[TensorSpec, tuple[int, int]]:
     try:
         dtype, shape, (start, stop) = entry["dtype"], entry["shape"], entry["data_offsets"]  # type: ignore[index]
-        sound = isinstance(dtype, str) and all(_is_size(n) for n in (*shape, start, stop))
+        sound = isinstance(dtype, str) and len(shape) <= MAX_DIMENSIONS
+        sound = sound and all(_is_size(n) for n in (*shape, start, stop))
     except (TypeError, KeyError, ValueError):
         sound = False
     if not sound:
-        raise broken(file, f"its header describes tensor {name!r} wrongly")
+        raise _wrong(file, name)
     if dtype not in _BITS:
         raise broken(file, f"tensor {name!r} is of type {dtype!r}, which the format doesn't have")
     nbytes = stop - start
@@ -139,7 +227,7 @@ def _tensor(name: str, entry: object, file: str) -> tuple[TensorSpec, tuple[int,
 
 
 def _is_size(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_SIZE
 
 
 def broken(file: str, why: str) -> BrokenModel:

@@ -2,6 +2,8 @@
 
 import contextlib
 import json
+import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +13,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from peer.safetensors_header import describe, read_header
+from peer.safetensors_header import MAX_HEADER_BYTES, MAX_TENSORS, describe, read_header
 from swarm.errors import BrokenModel
 
 
@@ -61,7 +63,7 @@ def test_a_file_with_more_bytes_than_its_header_describes_is_refused(file: Path)
 
 def test_a_huge_header_length_allocates_nothing(file: Path) -> None:
     file.write_bytes(b"\xff" * 7 + b"\x7f" + file.read_bytes()[8:])
-    with pytest.raises(BrokenModel, match="9,223,372,036,854,775,807 bytes long, the format allows 100,000,000"):
+    with pytest.raises(BrokenModel, match="9,223,372,036,854,775,807 bytes long, 12,582,912 are accepted"):
         read_header(file, "model.safetensors")
 
 
@@ -86,6 +88,109 @@ def test_a_huge_header_length_allocates_nothing(file: Path) -> None:
 def test_an_unsound_description_is_refused(entry: object) -> None:
     with pytest.raises(BrokenModel):
         describe({"w": entry}, "model.safetensors")
+
+
+def of_header(file: Path, header: bytes, data: bytes = b"") -> Path:
+    file.write_bytes(len(header).to_bytes(8, "little") + header + data)
+    return file
+
+
+ONE = '{"dtype":"U8","shape":[1],"data_offsets":[0,1]}'
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    ["{}", '{"a":"b"}', r'{ "a" : "}\\\"{" , "\\\\" : "[[[" }', '{"deep": "' + "[" * 5000 + '"}', '{"é":"😀"}'],
+)
+def test_metadata_is_stepped_over_wherever_it_stands(file: Path, metadata: str) -> None:
+    meta = f'"__metadata__": {metadata}'
+    for header in (f'{{{meta}, "w": {ONE}}}', f'{{"w":{ONE},{meta}}}', f' {{ "w" : {ONE} ,\n{meta} }}  '):
+        assert list(read_header(of_header(file, header.encode(), b"x"), "model.safetensors").tensors) == ["w"]
+
+
+def test_an_escaped_name_is_read_as_json_has_it(file: Path) -> None:
+    header = r'{"a\"\u00e9\\": ' + ONE + "}"
+    assert list(read_header(of_header(file, header.encode(), b"x"), "model.safetensors").tensors) == ['a"é\\']
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        "",
+        "{",
+        "[]",
+        "{}{}",
+        '{"w"}',
+        '{"w":}',
+        '{"w":1}',
+        '{"w":[]}',
+        f'{{"w":{ONE}',
+        f'{{"w":{ONE}}} x',
+        f'{{,"w":{ONE}}}',
+        f'{{"w":{ONE},}}',
+        f'{{"w":{ONE} "v":{ONE}}}',
+        f'{{"w":{ONE},"w":{ONE}}}',
+        '{"w":{"dtype":"U8","dtype":"U8","shape":[1],"data_offsets":[0,1]}}',
+        '{"__metadata__":[]}',
+        '{"__metadata__":{"a":1}}',
+        '{"__metadata__":{"a":{}}}',
+        '{"__metadata__":{"a":"b",}}',
+        '{"__metadata__":{"a":"b"',
+        '{"__metadata__":{"a":"b\\"}}',
+        '{"w":' + "[" * 100_000,
+        '{"w":{"shape":' + "[" * 900 + "}",
+        '{"w":{"shape":' + "[" * 100_000 + "]" * 100_000 + "}}",
+        '{"' + "w" * 5000 + f'":{ONE}}}',
+        '{"w":{"dtype":"U8","shape":[' + "9," * 100_000 + '1],"data_offsets":[0,1]}}',
+        '{"w":{"dtype":"U8","shape":[' + "9" * 500 + '],"data_offsets":[0,1]}}',
+        '{"w":{"dtype":"U8","shape":[' + "9" * 5000 + '],"data_offsets":[0,1]}}',
+        '{"w":{"dtype":"U8","shape":[1],"data_offsets":[' + f"{10**600},{10**600 + 1}" + "]}}",
+        '{"w":{"dtype":"U8","shape":[' + "1," * 9 + '1],"data_offsets":[0,1]}}',
+    ],
+)
+def test_a_header_that_is_none_is_refused(file: Path, header: str) -> None:
+    with pytest.raises(BrokenModel, match=r"model\.safetensors can't be used"):
+        read_header(of_header(file, header.encode(), b"x"), "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    "piece", [b"[],", b'"ab":"cd",', b'{"a":{}},', b'"", ', b'\\"', b'"a":' + ONE.encode() + b",", b"0,"]
+)
+@pytest.mark.parametrize("start", [b"{", b'{"__metadata__":{', b'{"w":{"shape":[', b'{"'])
+def test_no_header_takes_more_than_64_mib_of_memory(file: Path, start: bytes, piece: bytes) -> None:
+    header = start + piece * ((MAX_HEADER_BYTES - len(start)) // len(piece))
+    of_header(file, header)
+    del header
+    assert peak_bytes(lambda: refused(file)) < 64 << 20
+
+
+def test_as_many_tensors_as_are_accepted_take_less_than_64_mib_of_memory(file: Path) -> None:
+    count = MAX_TENSORS // 16
+    entries = ",".join(
+        f'"model.layers.{n:05d}.mlp.experts.{n:06d}.down_proj.weight":'
+        f'{{"dtype":"U8","shape":[1,1],"data_offsets":[{n},{n + 1}]}}'
+        for n in range(count)
+    )
+    of_header(file, b"{" + entries.encode() + b"}", bytes(count))
+    del entries
+    assert 16 * peak_bytes(lambda: read_header(file, "model.safetensors")) < 64 << 20
+    one = json.loads(ONE)
+    with pytest.raises(BrokenModel, match="save the model in several files"):
+        describe({f"{n}": one for n in range(MAX_TENSORS + 1)}, "model.safetensors")
+
+
+def refused(file: Path) -> None:
+    with pytest.raises(BrokenModel):
+        read_header(file, "model.safetensors")
+
+
+def peak_bytes(run: Callable[[], object]) -> int:
+    tracemalloc.start()
+    try:
+        run()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
 
 
 def test_tensors_that_overlap_are_refused() -> None:
