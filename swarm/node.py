@@ -61,6 +61,7 @@ LEAVE_TIMEOUT_S = 1.0  # for the signed leave to get out
 DROP_TIMEOUT_S = 1.0  # for what was queued when a neighbour is let go
 MAX_REACHED = 1024  # addresses at which somebody was found, kept for dialling again
 REMEMBER_S = 300.0  # between writes of the remembered peers
+REMEMBER_FIRST_S = 5.0  # until the first; doubles up to REMEMBER_S, so that one killed early knows somebody too
 MOST_MEASURED = 256  # connections at once, well under the usual 1,024 file descriptors of a process
 MEASURE_TIMEOUT_S = 0.5  # one slow peer must not delay `swarm status`
 DIAL_BACK_TIMEOUT_S = 3.0  # for one address; the asker waits a little longer
@@ -670,9 +671,11 @@ class Node:
             self._state.remember(self.transport.network, peers)
 
     async def _remember_regularly(self) -> None:
+        pause_s = REMEMBER_FIRST_S
         while True:
             await asyncio.to_thread(self._write_remembered, self._worth_remembering())
-            await asyncio.sleep(REMEMBER_S)
+            await asyncio.sleep(pause_s)
+            pause_s = min(REMEMBER_S, 2 * pause_s)
 
     # ------------------------------------------------------------ tasks
 

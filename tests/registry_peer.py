@@ -1,0 +1,115 @@
+"""A peer of the registry alone, as a process of its own: no model, no torch.
+
+    python -m tests.registry_peer NAME HOST PORT PACE [JOIN ...]
+
+One JSON object a line on its output: first {"id", "address"}, then {"live": [names]} whenever that changes.
+On its input: `block ID ...` is a cut between this peer and those (of links as of new dials), `block` heals
+it. It ends when its input does, without a word to anybody. PACE divides the waits of the registry and of
+the circle of neighbours, so that a test lives through leases without lasting for minutes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Iterable
+
+from swarm import circle, neighbour, owner, registry
+from swarm.errors import PeerFailed, SwarmError, Unreachable
+from swarm.identity import PeerId
+from swarm.node import Node
+from swarm.state import StateDir
+from swarm.transport import Address, Link, Transport
+from tests.sim.registries import descriptor, serving
+
+PACED = {
+    circle: ("CHECK_S", "RETRY_S", "RETRY_ALONE_S", "ROTATE_S", "HEAL_S", "FIRST_HEAL_S"),
+    registry: ("ASK_TIMEOUT_S", "DIGEST_S", "DIGEST_MIN_S"),
+    neighbour: ("BATCH_S",),
+}
+
+
+def hurry(pace: float) -> None:
+    """Everything that the registry waits for takes 1/pace of its time, and so do leases."""
+    for module, names in PACED.items():
+        for name in names:
+            setattr(module, name, getattr(module, name) / pace)
+    owner._INTERVALS = tuple((peers, seconds / pace) for peers, seconds in owner._INTERVALS)  # type: ignore[assignment]
+
+
+class CutTransport(Transport):
+    """One that some peers can't be reached by, as if the cable between were cut."""
+
+    blocked: frozenset[PeerId] = frozenset()
+
+    def block(self, peers: Iterable[PeerId]) -> None:
+        self.blocked = frozenset(peers)
+        for peer, link in tuple(self.links.items()):
+            if peer in self.blocked:
+                link.close("the cable was cut")
+
+    async def dial(self, address: Address, timeout_s: float = 5.0, *, fresh: bool = False) -> Link:
+        link = await super().dial(address, timeout_s, fresh=fresh)
+        if link.peer in self.blocked:
+            link.close("the cable is cut")
+            raise Unreachable(str(address), "the cable is cut")
+        return link
+
+    async def link_to(self, peer: PeerId, addresses: Iterable[str]) -> Link:
+        if peer in self.blocked:
+            raise PeerFailed(peer, "the cable is cut")
+        return await super().link_to(peer, tuple(addresses))
+
+
+async def be_a_peer(name: str, host: str, port: int, join: list[str]) -> None:
+    with StateDir.open().lock_peer() as home:
+        transport = CutTransport(home.identity)
+        addresses = await transport.listen(host, port)
+        transport.on_link.append(
+            lambda link: link.close("the cable is cut") if link.peer in transport.blocked else None
+        )
+        node = Node(transport, role="peer", state=StateDir.open(), peer_dir=home)
+        tell(id=home.identity.peer_id, address=addresses[0])
+        await node.start(join)
+        await node.publish(descriptor(name=name, addresses=tuple(addresses)), serving())
+        telling = asyncio.create_task(tell_of_changes(node))
+        await obey(transport)
+        telling.cancel()
+
+
+async def tell_of_changes(node: Node) -> None:
+    told: list[str] | None = None
+    while True:
+        now = sorted(entry.descriptor.name for entry in node.entries())
+        if now != told:
+            tell(live=now)
+            told = now
+        await node.changed()
+
+
+async def obey(transport: CutTransport) -> None:
+    """Until the input ends."""
+    reader = asyncio.StreamReader()
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    while line := (await reader.readline()).decode():
+        command, *peers = line.split()
+        assert command == "block", command
+        transport.block(PeerId(peer) for peer in peers)
+
+
+def tell(**facts: object) -> None:
+    print(json.dumps(facts), flush=True)
+
+
+def main() -> None:
+    name, host, port, pace, *join = sys.argv[1:]
+    hurry(float(pace))
+    try:
+        asyncio.run(be_a_peer(name, host, int(port), join))
+    except SwarmError as error:
+        tell(error=str(error))
+
+
+if __name__ == "__main__":
+    main()
