@@ -16,11 +16,11 @@ import sys
 from collections.abc import Iterable
 
 from swarm import circle, neighbour, owner, registry
-from swarm.errors import PeerFailed, SwarmError, Unreachable
+from swarm.errors import SwarmError
 from swarm.identity import PeerId
 from swarm.node import Node
 from swarm.state import StateDir
-from swarm.transport import Address, Link, Transport
+from swarm.transport import Link, Transport
 from tests.sim.registries import descriptor, serving
 
 PACED = {
@@ -45,30 +45,23 @@ class CutTransport(Transport):
 
     def block(self, peers: Iterable[PeerId]) -> None:
         self.blocked = frozenset(peers)
-        for peer, link in tuple(self.links.items()):
-            if peer in self.blocked:
-                link.close("the cable was cut")
+        for link in [link for links in self._established.values() for link in links]:
+            self._cut(link)
 
-    async def dial(self, address: Address, timeout_s: float = 5.0, *, fresh: bool = False) -> Link:
-        link = await super().dial(address, timeout_s, fresh=fresh)
+    def established(self, link: Link) -> None:
+        """Of dialled and incoming connections alike; a pair may have two of them for a while."""
+        super().established(link)
+        self._cut(link)
+
+    def _cut(self, link: Link) -> None:
         if link.peer in self.blocked:
             link.close("the cable is cut")
-            raise Unreachable(str(address), "the cable is cut")
-        return link
-
-    async def link_to(self, peer: PeerId, addresses: Iterable[str]) -> Link:
-        if peer in self.blocked:
-            raise PeerFailed(peer, "the cable is cut")
-        return await super().link_to(peer, tuple(addresses))
 
 
 async def be_a_peer(name: str, host: str, port: int, join: list[str]) -> None:
     with StateDir.open().lock_peer() as home:
         transport = CutTransport(home.identity)
         addresses = await transport.listen(host, port)
-        transport.on_link.append(
-            lambda link: link.close("the cable is cut") if link.peer in transport.blocked else None
-        )
         node = Node(transport, role="peer", state=StateDir.open(), peer_dir=home)
         tell(id=home.identity.peer_id, address=addresses[0])
         await node.start(join)
