@@ -35,7 +35,9 @@ from peer.hop import (
 from peer.model import from_raw, to_raw
 from routing.spans import Span
 from swarm.errors import EngineStopped, LinkFailed, MessageError, PeerFailed, SendQueueFull, StreamClosed, SwarmError
+from swarm.flow import Priority
 from swarm.identity import PeerId
+from swarm.link import Link, Stream
 from swarm.messages import (
     Extend,
     HopRef,
@@ -58,8 +60,7 @@ from swarm.packing import Specs
 from swarm.race import race
 from swarm.records import open_descriptor
 from swarm.tensors import ITEM_BYTES, ids_tensor, read_ids
-from swarm.transport import Link, Stream, Transport
-from swarm.wire import Priority
+from swarm.transport import Transport
 
 log = logging.getLogger("swarm.server")
 

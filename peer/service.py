@@ -51,14 +51,15 @@ from routing.spans import Span
 from swarm.addresses import parse_address
 from swarm.display import WARNINGS, count
 from swarm.errors import MessageError, UsageError
+from swarm.flow import Priority
 from swarm.lan import Announced, Lan, lan_wanted
+from swarm.link import Stream
 from swarm.messages import Files, GetFiles, Message
 from swarm.node import Node
 from swarm.records import MAX_ADDRESSES, MAX_DEVICE_NAME, MAX_MODEL_NAME, MAX_NAME, Descriptor, Load
 from swarm.state import PeerDir, StateDir
 from swarm.tensors import RawTensor
-from swarm.transport import Stream, Transport
-from swarm.wire import Priority
+from swarm.transport import Transport
 
 log = logging.getLogger("swarm.service")
 

@@ -19,6 +19,7 @@ from typing import Any
 from routing.spans import Hop
 from swarm.errors import GenerationFailed, PeerFailed, SwarmError
 from swarm.identity import PeerId
+from swarm.link import Stream
 from swarm.messages import NOTHING_SPENT, Message
 from swarm.node import Node
 from swarm.race import race
@@ -34,7 +35,6 @@ from swarm.session import (
     Session,
 )
 from swarm.tokenizer import IncrementalText
-from swarm.transport import Stream
 
 log = logging.getLogger("swarm.generation")
 

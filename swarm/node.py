@@ -30,8 +30,10 @@ from typing import Any, Literal
 
 from swarm.addresses import Address, is_loopback, parse_address
 from swarm.errors import IdentityError, PeerFailed, RemoteError, StreamClosed, SwarmError, Unreachable
+from swarm.flow import Priority
 from swarm.identity import PeerId
 from swarm.lan import Found, Lan
+from swarm.link import Link, Stream
 from swarm.messages import Delta, DialBack, DialledBack, GossipHello, Message, Subscribe
 from swarm.records import Descriptor, Load
 from swarm.registry import (
@@ -46,8 +48,7 @@ from swarm.registry import (
     in_parts,
 )
 from swarm.state import SEQ_BLOCK, PeerDir, StateDir
-from swarm.transport import Link, Stream, Transport
-from swarm.wire import Priority
+from swarm.transport import Transport
 
 log = logging.getLogger("swarm.node")
 

@@ -37,8 +37,6 @@ import os
 import struct
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from enum import IntEnum
 from typing import Any, NamedTuple
 
 from cryptography.exceptions import InvalidTag
@@ -46,55 +44,41 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 from swarm import messages
 from swarm.errors import FramingError, HandshakeError, MessageError, StreamClosed, SwarmError
+from swarm.flow import (
+    CLOSE,
+    DATA,
+    DEFAULT_LIMITS,
+    END,
+    FRAME_COST,
+    HEADER,
+    PING,
+    PONG,
+    RESET,
+    WINDOW,
+    Admit,
+    Limits,
+    Outgoing,
+    Priority,
+    StreamState,
+)
 from swarm.identity import Identity, PeerId
 from swarm.messages import Message, UnknownKind, Unsupported
 from swarm.noise import CipherState, Handshake, Role
-from swarm.packing import Buffer, Head, Specs, cut_tensors, pack, read_head
+from swarm.packing import Buffer, pack
 from swarm.tensors import RawTensor
 
-Admit = Callable[[Mapping[str, Any], Specs], None]
-
-DATA, WINDOW, END, RESET, PING, PONG, CLOSE = range(7)
 LAST = CONTROL_WINDOW = 1  # flags of DATA and of WINDOW
 
-_HEADER = struct.Struct(">BBI")
 _LENGTH = struct.Struct(">H")
 _U32 = struct.Struct(">I")
 _U64 = struct.Struct(">Q")
 
-MAX_PLAINTEXT = 65_519  # + 16 bytes of tag = the largest u16
-MAX_PART = MAX_PLAINTEXT - _HEADER.size
 MAX_REASON = 512  # bytes; reasons are for people
-FRAME_COST = 64  # what a frame costs beside its payload, in windows: many tiny messages aren't free
 COALESCE_BYTES = 16 << 10  # small records leave together up to here, in one system call
 MAX_URGENT = 4096  # control frames waiting: only a peer that sends without ever reading gets there
 MAX_PINGS = 16  # outstanding at once
 
 
-class Priority(IntEnum):
-    CONTROL = 0
-    DECODE = 1
-    PREFILL = 2
-    BULK = 3
-
-
-@dataclass(frozen=True)
-class Limits:
-    """How much one connection may hold. Both ends must agree on the two windows."""
-
-    max_message_bytes: int = 1 << 20  # per stream; raise it where more is expected
-    window_bytes: int = 1 << 20  # 20 MB/s over a round trip of 50 ms
-    control_window_bytes: int = 256 << 10  # some thousand small messages
-    control_message_bytes: int = 24 << 10  # a full map and a few ids; larger ones travel as PREFILL
-    send_queue_bytes: int = 1 << 20  # per stream; senders wait beyond
-    max_streams: int = 4096  # a stream costs about 1 KiB; a busy peer has some hundred sessions
-    held_bytes: int = 256 << 20  # received and not yet taken, over all streams: no peer may fill the memory
-    handshake_s: float = 5.0  # three messages; slow links take under one second
-    ping_every_s: float = 5.0
-    dead_after_s: float = 15.0  # without a byte, although pinged
-
-
-DEFAULT_LIMITS = Limits()
 NO_FIRST_LIMITS: Mapping[type[Message], int] = {}
 
 
@@ -172,129 +156,6 @@ Event = (
 )
 
 
-# ---------------------------------------------------------------- streams
-
-
-class _Credit:
-    """The receiving end of one window. `due` is what may be granted now."""
-
-    __slots__ = ("_granted", "_received", "_size", "unread")
-
-    def __init__(self, size: int) -> None:
-        self._size, self._granted, self._received = size, size, 0
-        self.unread = 0  # of finished messages that the application hasn't taken
-
-    def arrived(self, cost: int) -> bool:
-        """False: the other side overran its window."""
-        self._received += cost
-        return self._received <= self._granted
-
-    def due(self) -> int:
-        """Worth a frame only in quarters; so with half a window unread, a quarter is always open."""
-        due = self._received + max(self._size - self.unread, 0) - self._granted
-        return due if due >= self._size >> 2 else 0
-
-    def grant(self) -> int:
-        due = self.due()
-        self._granted += due
-        return due
-
-
-class _Outgoing:
-    """One entry of a stream's send queue: a message, or the END or RESET behind all messages."""
-
-    __slots__ = ("buffers", "kind", "left", "priority")
-
-    def __init__(self, kind: int, priority: int, buffers: list[Buffer]) -> None:
-        self.kind, self.priority = kind, priority
-        self.left = sum(map(len, buffers))
-        self.buffers = deque(buffers)
-
-    def take(self, size: int) -> list[Buffer]:
-        """The next `size` bytes, as views."""
-        self.left -= size
-        taken: list[Buffer] = []
-        while size:
-            first = self.buffers[0]
-            if len(first) <= size:
-                taken.append(self.buffers.popleft())
-                size -= len(first)
-            else:
-                view = memoryview(first)
-                taken.append(view[:size])
-                self.buffers[0] = view[size:]
-                size = 0
-        return taken
-
-
-class _Stream:
-    """Both directions of one stream. Index 0 of a pair is for control messages, 1 for all others."""
-
-    def __init__(self, number: int, limits: Limits) -> None:
-        self.number = number
-        self.max_message_bytes = limits.max_message_bytes
-        self.admit: Admit | None = None
-        self.fresh = False  # opened by the other side, and its first message isn't here yet
-        windows = (limits.control_window_bytes, limits.window_bytes)
-        self.credits = (_Credit(windows[0]), _Credit(windows[1]))
-        self.windows = list(windows)  # what we may still send
-        self.queue: deque[_Outgoing] = deque()
-        self.queued = 0  # bytes in it
-        self.scheduled = False  # in one of the connection's ready queues
-        self.wants_writable = False
-        self.we_ended = self.they_ended = False
-        self.held = 0  # bytes received and not yet taken
-        self.parts: bytearray | None = None  # of the message that is arriving in parts
-        self.parts_priority = 0
-        self.parts_cost = 0
-        self.head: Head | None = None
-
-    def next_size(self) -> int | None:
-        """Bytes of the queue's head that may leave now; None if there is nothing or no window."""
-        if not self.queue:
-            return None
-        first = self.queue[0]
-        if first.kind != DATA:
-            return first.left
-        room = self.windows[first.priority > 0] - FRAME_COST
-        size = min(first.left, MAX_PART, room)
-        # A control message never leaves in parts, and slivers at the end of a window aren't worth a record.
-        least = first.left if first.priority == 0 else min(first.left, 1024)
-        return size if size >= least else None
-
-    def check_head(self) -> None:
-        """Refuse the message as soon as its map is here, before its tensors are. Raises MessageError."""
-        assert self.head is not None
-        if self.head.total > self.max_message_bytes:
-            raise MessageError(
-                f"a message of {self.head.total} bytes, this stream takes {self.max_message_bytes}"
-            )
-        if self.admit is not None:
-            self.admit(self.head.values, self.head.specs)
-
-    def assemble(self, part: memoryview, last: bool) -> tuple[dict[str, Any], dict[str, RawTensor]] | None:
-        """Add a part; the message's map and tensors if it was the last. Raises MessageError."""
-        data: bytearray | memoryview = part
-        if self.parts is not None:
-            self.parts += part
-            data = self.parts
-        elif not last:
-            data = self.parts = bytearray(part)
-        if self.head is None:
-            self.head = read_head(data)
-            if self.head is not None:
-                self.check_head()
-            elif last:
-                raise MessageError("the message ends inside its map")
-        if self.head is not None and len(data) > self.head.total:
-            raise MessageError(f"the message is longer than the {self.head.total} bytes that its map says")
-        if not last:
-            return None
-        head, self.head, self.parts = self.head, None, None
-        assert head is not None
-        return head.values, cut_tensors(head, data)
-
-
 # ---------------------------------------------------------------- the connection
 
 
@@ -332,8 +193,8 @@ class Connection:
         self._events: list[Event] = []
         self._urgent: deque[bytes] = deque()
         self._owed: dict[tuple[int, int], None] = {}  # (stream, window): a WINDOW frame is due
-        self._ready: tuple[deque[_Stream], ...] = tuple(deque() for _ in Priority)
-        self._streams: dict[int, _Stream] = {}
+        self._ready: tuple[deque[StreamState], ...] = tuple(deque() for _ in Priority)
+        self._streams: dict[int, StreamState] = {}
         self._next_id, self._remote_parity = (1, 0) if role == "initiator" else (2, 1)
         self._highest_remote = self._remote_parity - 2 if self._remote_parity else 0
         self._late: set[int] = set()  # ids below the highest whose first frame was overtaken
@@ -354,7 +215,7 @@ class Connection:
             raise StreamClosed(f"{len(self._streams)} streams are open on this connection; end some first")
         number = self._next_id
         self._next_id += 2
-        self._streams[number] = _Stream(number, self.limits)
+        self._streams[number] = StreamState(number, self.limits)
         return number
 
     def configure(
@@ -378,7 +239,7 @@ class Connection:
         state = self._streams.get(stream)
         if state is None or state.we_ended:
             raise StreamClosed("this side ended it" if state else "the stream is over")
-        outgoing = _Outgoing(DATA, priority, pack(*messages.encode(message)))
+        outgoing = Outgoing(DATA, priority, pack(*messages.encode(message)))
         if priority is Priority.CONTROL and outgoing.left > self.limits.control_message_bytes:
             outgoing.priority = Priority.PREFILL
         self._enqueue(state, outgoing)
@@ -403,14 +264,14 @@ class Connection:
         state = self._streams.get(stream)
         if state is not None and not state.we_ended:
             state.we_ended = True
-            self._enqueue(state, _Outgoing(END, Priority.CONTROL, []))
+            self._enqueue(state, Outgoing(END, Priority.CONTROL, []))
 
     def finish(self, stream: int, reason: str) -> None:
         """End it, and reset it behind that unless the other side has ended: nobody reads it any more."""
         self.end(stream)
         state = self._streams.get(stream)
         if state is not None and not state.they_ended:
-            self._enqueue(state, _Outgoing(RESET, Priority.CONTROL, [_reason(reason)]))
+            self._enqueue(state, Outgoing(RESET, Priority.CONTROL, [_reason(reason)]))
 
     def reset(self, stream: int, reason: str) -> None:
         """Over at once, in both directions; what was queued is not sent."""
@@ -571,25 +432,25 @@ class Connection:
             raise FramingError("a record was changed on its way") from None
 
     def _read_frame(self, frame: bytes, now: float) -> None:
-        if len(frame) < _HEADER.size:
-            raise FramingError(f"a frame of {len(frame)} bytes, {_HEADER.size} are the least")
-        kind, flags, number = _HEADER.unpack_from(frame)
+        if len(frame) < HEADER.size:
+            raise FramingError(f"a frame of {len(frame)} bytes, {HEADER.size} are the least")
+        kind, flags, number = HEADER.unpack_from(frame)
         if kind == DATA:
-            self._on_data(number, flags, memoryview(frame)[_HEADER.size :])
+            self._on_data(number, flags, memoryview(frame)[HEADER.size :])
         elif kind == WINDOW:
-            self._on_window(number, flags, frame[_HEADER.size :])
+            self._on_window(number, flags, frame[HEADER.size :])
         elif kind == END:
             self._on_end(number)
         elif kind == RESET:
-            self._on_reset(number, frame[_HEADER.size :])
+            self._on_reset(number, frame[HEADER.size :])
         elif kind == PING:
-            self._on_ping(frame[_HEADER.size :])
+            self._on_ping(frame[HEADER.size :])
         elif kind == PONG:
-            self._on_pong(frame[_HEADER.size :], now)
+            self._on_pong(frame[HEADER.size :], now)
         elif kind == CLOSE:
-            self._close(None, _text(frame[_HEADER.size :]))
+            self._close(None, _text(frame[HEADER.size :]))
 
-    def _stream_of(self, number: int) -> _Stream | None:
+    def _stream_of(self, number: int) -> StreamState | None:
         """The stream that a frame is for, opened if this is its first; None if it is over."""
         state = self._streams.get(number)
         if state is not None:
@@ -614,11 +475,11 @@ class Connection:
         self._highest_remote = number
         return True
 
-    def _open_remote(self, number: int) -> _Stream | None:
+    def _open_remote(self, number: int) -> StreamState | None:
         if len(self._streams) >= 2 * self.limits.max_streams:
             self._push(RESET, number, _reason(f"{len(self._streams)} streams are open already"))
             return None
-        state = self._streams[number] = _Stream(number, self.limits)
+        state = self._streams[number] = StreamState(number, self.limits)
         state.fresh = True
         self._events.append(StreamOpened(number))
         return state
@@ -646,7 +507,7 @@ class Connection:
             return
         self._settle(state, window)
 
-    def _check_part(self, state: _Stream, priority: int, last: bool, size: int) -> None:
+    def _check_part(self, state: StreamState, priority: int, last: bool, size: int) -> None:
         if state.they_ended:
             raise FramingError(f"data on stream {state.number} behind its end")
         if size == 0:
@@ -659,7 +520,7 @@ class Connection:
             )
 
     def _deliver(
-        self, state: _Stream, window: int, whole: tuple[dict[str, Any], dict[str, RawTensor]] | None
+        self, state: StreamState, window: int, whole: tuple[dict[str, Any], dict[str, RawTensor]] | None
     ) -> None:
         if whole is None:
             return
@@ -676,7 +537,7 @@ class Connection:
         state.credits[window].unread += cost
         self._events.append(MessageReceived(state.number, message, cost, window == 0))
 
-    def _answer_unsupported(self, state: _Stream, kind: str) -> None:
+    def _answer_unsupported(self, state: StreamState, kind: str) -> None:
         if state.we_ended:
             return
         if state.queued > self.limits.send_queue_bytes:
@@ -733,12 +594,12 @@ class Connection:
     _receiver: CipherState
     _hello: bytes = b""
 
-    def _enqueue(self, state: _Stream, outgoing: _Outgoing) -> None:
+    def _enqueue(self, state: StreamState, outgoing: Outgoing) -> None:
         state.queue.append(outgoing)
         state.queued += outgoing.left
         self._schedule(state)
 
-    def _schedule(self, state: _Stream) -> None:
+    def _schedule(self, state: StreamState) -> None:
         if not state.scheduled and state.next_size() is not None:
             state.scheduled = True
             self._ready[state.queue[0].priority].append(state)
@@ -749,7 +610,7 @@ class Connection:
             text = "the other side sends but doesn't read"
             self._close(FramingError(text), text, tell=True)
             return
-        self._urgent.append(_HEADER.pack(kind, 0, stream) + payload)
+        self._urgent.append(HEADER.pack(kind, 0, stream) + payload)
 
     def _next_frame(self) -> bytes | None:
         if self._urgent:
@@ -759,7 +620,7 @@ class Connection:
             state = self._streams.get(number)
             due = 0 if state is None else state.credits[window].grant()
             if due:
-                return _HEADER.pack(WINDOW, CONTROL_WINDOW if window == 0 else 0, number) + _U32.pack(due)
+                return HEADER.pack(WINDOW, CONTROL_WINDOW if window == 0 else 0, number) + _U32.pack(due)
         for ready in self._ready:
             while ready:
                 state = ready.popleft()
@@ -769,7 +630,7 @@ class Connection:
                     return self._cut_frame(state, size)
         return None
 
-    def _cut_frame(self, state: _Stream, size: int) -> bytes:
+    def _cut_frame(self, state: StreamState, size: int) -> bytes:
         first = state.queue[0]
         parts = first.take(size)
         state.queued -= size
@@ -783,38 +644,38 @@ class Connection:
             self._complete(state)
         self._schedule(state)
         self._tell_writable(state)
-        return b"".join((_HEADER.pack(first.kind, flags, state.number), *parts))
+        return b"".join((HEADER.pack(first.kind, flags, state.number), *parts))
 
-    def _tell_writable(self, state: _Stream) -> None:
+    def _tell_writable(self, state: StreamState) -> None:
         if state.wants_writable and (not state.queue or state.queued < self.limits.send_queue_bytes):
             state.wants_writable = False
             self._events.append(Writable(state.number))
 
     # ---- keeping the books
 
-    def _settle(self, state: _Stream, window: int) -> bool:
+    def _settle(self, state: StreamState, window: int) -> bool:
         if state.they_ended or not state.credits[window].due():
             return False
         self._owed[state.number, window] = None
         return True
 
-    def _hold(self, state: _Stream, change: int) -> None:
+    def _hold(self, state: StreamState, change: int) -> None:
         state.held += change
         self._held += change
 
-    def _fail_stream(self, state: _Stream, reason: str) -> None:
+    def _fail_stream(self, state: StreamState, reason: str) -> None:
         self.reset(state.number, reason)
         self._events.append(StreamReset(state.number, reason))
 
-    def _remove_if_over(self, state: _Stream) -> None:
+    def _remove_if_over(self, state: StreamState) -> None:
         if state.they_ended and state.we_ended and not state.queue:
             self._complete(state)
 
-    def _complete(self, state: _Stream) -> None:
+    def _complete(self, state: StreamState) -> None:
         self._remove(state)
         self._events.append(StreamOver(state.number))
 
-    def _remove(self, state: _Stream) -> None:
+    def _remove(self, state: StreamState) -> None:
         self._hold(state, -state.held)
         self._streams.pop(state.number, None)
         state.queue.clear()

@@ -18,6 +18,8 @@ ROOT = Path(__file__).resolve().parent.parent
 LAYERS = ("routing", "swarm", "peer", "cli")  # each may import itself and what stands before it
 CORES = (
     "swarm/noise.py",
+    "swarm/addresses.py",
+    "swarm/flow.py",
     "swarm/wire.py",
     "swarm/registry.py",
     "swarm/table.py",

@@ -25,6 +25,7 @@ from swarm import AsyncClient, Completion, Generation, Piece
 from swarm.addresses import parse_address
 from swarm.errors import GenerationFailed, NoRoute, StreamClosed, UsageError
 from swarm.identity import Identity
+from swarm.link import Link, Stream
 from swarm.messages import (
     Close,
     Credit,
@@ -45,7 +46,7 @@ from swarm.messages import (
 )
 from swarm.session import SessionConfig
 from swarm.tensors import RawTensor, ids_tensor
-from swarm.transport import Link, Stream, Transport
+from swarm.transport import Transport
 from tests.tiny_swarm import CHAINS, CONTEXT, EOS, PATIENT, WITHIN_S, Tiny, TinySwarm
 
 PROMPTS = (

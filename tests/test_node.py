@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from swarm import node as node_module
-from swarm import transport
 from swarm.addresses import Address, parse_address
 from swarm.errors import IdentityError, MessageError, PeerFailed, StreamClosed, Unreachable, UsageError
 from swarm.identity import Identity
+from swarm.link import Link, Stream
 from swarm.messages import Delta, DialBack, DialledBack, GossipHello, Told
 from swarm.node import Node, _same_place
 from swarm.records import Heartbeat, record_hash, sign_record
@@ -419,7 +419,7 @@ async def test_nobody_is_made_to_dial_a_third_party(swarm: Swarm) -> None:
     dialled: list[str] = []
     real = first.transport.dial
 
-    async def watched(place: Address, *args: object, **kwargs: object) -> transport.Link:
+    async def watched(place: Address, *args: object, **kwargs: object) -> Link:
         dialled.append(place.host)
         return await real(place, *args, **kwargs)  # type: ignore[arg-type]
 
@@ -458,7 +458,7 @@ def test_only_the_askers_own_places_are_dialled_back(host: str, remote: str, all
 # ---------------------------------------------------------------- hostile neighbours
 
 
-async def hostile(swarm: Swarm, victim: Node) -> tuple[transport.Stream, Identity]:
+async def hostile(swarm: Swarm, victim: Node) -> tuple[Stream, Identity]:
     """A neighbour that speaks the protocol by hand."""
     made = Node(Transport(Identity.ephemeral()), role="client")
     swarm.open.append(made)

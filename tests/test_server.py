@@ -14,8 +14,9 @@ from routing.spans import Span
 from swarm.addresses import parse_address
 from swarm.errors import StreamClosed
 from swarm.identity import Identity
+from swarm.link import Link
 from swarm.messages import Draining, HopRef, Open, Opened, RefusedMessage
-from swarm.transport import Link, Transport
+from swarm.transport import Transport
 from tests.tiny_swarm import WITHIN_S, Background, TinySwarm, write_model
 
 SESSION = bytes(range(16))

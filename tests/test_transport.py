@@ -25,11 +25,12 @@ from swarm.errors import (
     Unreachable,
     UsageError,
 )
+from swarm.flow import DEFAULT_LIMITS, Priority
 from swarm.identity import Identity, PeerId
+from swarm.link import Link, Stream
 from swarm.messages import GetFiles, Message, Step, Unsupported, Where
 from swarm.tensors import RawTensor
-from swarm.transport import Link, Stream, Transport
-from swarm.wire import DEFAULT_LIMITS, Priority
+from swarm.transport import Transport
 
 IDENTITIES = sorted((Identity.from_seed(bytes([n]) * 32) for n in range(1, 6)), key=lambda i: i.peer_id)
 LOW, HIGH = IDENTITIES[0], IDENTITIES[1]

@@ -9,15 +9,17 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 
 from routing.spans import Span
+from swarm import link as link_module
 from swarm import registry as registry_module
-from swarm import transport as transport_module
+from swarm.addresses import Address
 from swarm.errors import StreamClosed
 from swarm.identity import Identity
+from swarm.link import MESSAGES_PER_TURN, RECEIVE_SLICE, Link, Stream
 from swarm.messages import Delta, Message, Told, Where
 from swarm.node import Node
 from swarm.records import Descriptor, Heartbeat, record_hash, sign_record
 from swarm.registry import Registry, in_parts
-from swarm.transport import MESSAGES_PER_TURN, RECEIVE_SLICE, Address, Link, Stream, Transport
+from swarm.transport import Transport
 
 MANY = 2000
 
@@ -65,7 +67,7 @@ async def collected(stream: Stream, count: int) -> list[Message]:
 async def test_a_read_full_of_small_records_is_worked_off_in_turns(
     pair: tuple[Transport, Transport], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transport_module, "RECEIVE_TURN_S", 1e-9)  # so that one slice is one turn
+    monkeypatch.setattr(link_module, "RECEIVE_TURN_S", 1e-9)  # so that one slice is one turn
     listening, _ = pair
     got: asyncio.Future[list[Message]] = asyncio.get_running_loop().create_future()
 

@@ -22,6 +22,7 @@ from swarm.errors import (
     SwarmError,
     VersionMismatch,
 )
+from swarm.flow import DATA, DEFAULT_LIMITS, END, MAX_PART, PING, WINDOW, Limits, Priority
 from swarm.identity import Identity
 from swarm.messages import Message, Step, Tokens, Unsupported, Where
 from swarm.packing import Specs
@@ -30,9 +31,7 @@ from swarm.wire import (
     Closed,
     Connection,
     Event,
-    Limits,
     MessageReceived,
-    Priority,
     RoundTrip,
     Secured,
     StreamEnded,
@@ -49,7 +48,7 @@ BOB = Identity.from_seed(bytes(range(1, 33)))
 class Pair:
     """Two connections and the cable between them."""
 
-    def __init__(self, limits: Limits = wire.DEFAULT_LIMITS) -> None:
+    def __init__(self, limits: Limits = DEFAULT_LIMITS) -> None:
         rng = random.Random(11).randbytes
         self.a = Connection("initiator", ALICE, "main", limits=limits, rng=rng)
         self.b = Connection("responder", BOB, "main", limits=limits, rng=rng)
@@ -97,7 +96,7 @@ class Pair:
         self.collect()
 
 
-def connected(limits: Limits = wire.DEFAULT_LIMITS) -> Pair:
+def connected(limits: Limits = DEFAULT_LIMITS) -> Pair:
     pair = Pair(limits).run()
     assert pair.events(pair.a, Secured) == [Secured(BOB.peer_id)]
     assert pair.events(pair.b, Secured) == [Secured(ALICE.peer_id)]
@@ -195,7 +194,7 @@ def test_equal_streams_take_turns() -> None:
     while not pair.messages(pair.b):
         pair.carry(pair.a, pair.b)
     left = [pair.a.queued(stream) for stream in streams]
-    assert max(left) - min(left) <= 2 * wire.MAX_PART
+    assert max(left) - min(left) <= 2 * MAX_PART
 
 
 def test_messages_of_one_stream_keep_their_order_whatever_their_priorities() -> None:
@@ -335,7 +334,7 @@ def test_a_bad_message_costs_its_own_stream_only() -> None:
     bad, good = pair.a.open_stream(), pair.a.open_stream()
     pair.a.send(good, Where(1))
     pair.run()
-    pair.forge(wire.DATA, wire.LAST, bad, framed({"kind": "where", "epoch": -4}))
+    pair.forge(DATA, wire.LAST, bad, framed({"kind": "where", "epoch": -4}))
     (reset,) = pair.events(pair.b, StreamReset)
     assert reset.stream == bad and "Where.epoch" in reset.reason
     pair.run()
@@ -347,7 +346,7 @@ def test_a_bad_message_costs_its_own_stream_only() -> None:
 def test_an_unknown_kind_is_answered_and_its_stream_goes_on() -> None:
     pair = connected()
     stream = pair.a.open_stream()
-    pair.forge(wire.DATA, wire.LAST, stream, framed({"kind": "teleport"}))
+    pair.forge(DATA, wire.LAST, stream, framed({"kind": "teleport"}))
     pair.a.send(stream, Where(2))
     pair.run()
     assert pair.messages(pair.a) == [Unsupported("teleport")]
@@ -402,22 +401,22 @@ def test_streams_are_bounded_on_both_sides() -> None:
         pair.a.open_stream()
     pair.run()
     for stream in (9, 11):
-        pair.forge(wire.DATA, wire.LAST, stream, framed({"kind": "where", "epoch": 1}))
+        pair.forge(DATA, wire.LAST, stream, framed({"kind": "where", "epoch": 1}))
     assert pair.b.streams == 4 and not pair.events(pair.b, Closed)
 
 
 def window_overrun(pair: Pair) -> None:
     for _ in range(40):
         pair.forge(
-            wire.DATA,
+            DATA,
             Priority.BULK << 1 | wire.LAST,
             1,
             framed({"kind": "where", "epoch": 1, "x": "y" * 9000}),
         )
-        pair.forge(wire.DATA, Priority.BULK << 1, 3, b"\x10\x00" + bytes(60_000))
+        pair.forge(DATA, Priority.BULK << 1, 3, b"\x10\x00" + bytes(60_000))
     for _ in range(200):
         pair.forge(
-            wire.DATA,
+            DATA,
             Priority.BULK << 1 | wire.LAST,
             1,
             framed({"kind": "where", "epoch": 1, "x": "y" * 9000}),
@@ -429,15 +428,15 @@ def window_overrun(pair: Pair) -> None:
     [
         lambda pair: pair.b.receive_data(b"\x00\x20" + bytes(32), 0.0),
         lambda pair: pair.b.receive_data(b"\x00\x00", 0.0),
-        lambda pair: pair.forge(wire.DATA, 0, 1, b"\x00\x05abc"),
-        lambda pair: pair.forge(wire.DATA, wire.LAST, 1, bytes(30_000)),
-        lambda pair: pair.forge(wire.DATA, wire.LAST, 1, b""),
-        lambda pair: pair.forge(wire.DATA, wire.LAST, 2, b"x"),
-        lambda pair: pair.forge(wire.DATA, wire.LAST, 1_000_001, b"x"),
-        lambda pair: pair.forge(wire.WINDOW, 0, 1, b"x"),
-        lambda pair: pair.forge(wire.PING, 0, 0, b"x"),
-        lambda pair: [pair.forge(wire.PING, 0, 0, bytes(8)) for _ in range(5000)],
-        lambda pair: (pair.forge(wire.END, 0, 1, b""), pair.forge(wire.DATA, wire.LAST, 1, b"x")),
+        lambda pair: pair.forge(DATA, 0, 1, b"\x00\x05abc"),
+        lambda pair: pair.forge(DATA, wire.LAST, 1, bytes(30_000)),
+        lambda pair: pair.forge(DATA, wire.LAST, 1, b""),
+        lambda pair: pair.forge(DATA, wire.LAST, 2, b"x"),
+        lambda pair: pair.forge(DATA, wire.LAST, 1_000_001, b"x"),
+        lambda pair: pair.forge(WINDOW, 0, 1, b"x"),
+        lambda pair: pair.forge(PING, 0, 0, b"x"),
+        lambda pair: [pair.forge(PING, 0, 0, bytes(8)) for _ in range(5000)],
+        lambda pair: (pair.forge(END, 0, 1, b""), pair.forge(DATA, wire.LAST, 1, b"x")),
         window_overrun,
     ],
 )
