@@ -421,10 +421,10 @@ def physical_cores() -> int:
 
 def model_shape(checkpoint: Checkpoint) -> ModelShape:
     """Imports transformers."""
-    from peer.families import kv_layers
+    from peer.outline import outline
 
     config = checkpoint.config
-    kv = kv_layers(config)
+    kv = outline(config).kv
     inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     return ModelShape(
         layers=config.num_hidden_layers,

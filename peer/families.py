@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
+from enum import Enum
+
 from transformers import PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from peer.cache import LayerKV
 from swarm.errors import UnsupportedModel
+
+
+class Way(Enum):
+    """How a model's steps run.
+
+    PACKED: rows of several sessions as one row, through our attention function.
+    ALONE: through our attention function, but a row at a time: a token's place depends on the text's length.
+    OWN_CACHE: a row at a time, through the family's own attention and masks.
+    """
+
+    PACKED = "packed"
+    ALONE = "alone"
+    OWN_CACHE = "own cache"
+
 
 # Attention that keeps nothing but keys and values, by transformers' names for layer types.
 KV_LAYER_TYPES = {"full_attention", "sliding_attention"}
@@ -45,22 +60,8 @@ def _reason_against(config: PretrainedConfig) -> str | None:
     return None
 
 
-def kv_layers(config: PretrainedConfig) -> list[LayerKV]:
-    """What each of all layers stores per position."""
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    if getattr(config, "multi_query", False):
-        heads = 1
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    if getattr(config, "kv_lora_rank", None):  # MLA as transformers computes it: per head, decompressed
-        key_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
-        kv = LayerKV(config.num_attention_heads, key_dim, config.v_head_dim)
-    else:
-        kv = LayerKV(heads, head_dim, head_dim)
-    return [kv] * config.num_hidden_layers
-
-
-def packs_sessions(config: PretrainedConfig) -> bool:
-    """False where a token's position encoding depends on the other sessions in the step."""
+def depends_on_length(config: PretrainedConfig) -> bool:
+    """Whether a token's position encoding depends on how long the text is: then no two sessions share a row."""
     rope = getattr(config, "rope_parameters", None) or {}
     kinds = {rope.get("rope_type")} | {r.get("rope_type") for r in rope.values() if isinstance(r, dict)}
-    return not kinds & BATCH_DEPENDENT_ROPE
+    return bool(kinds & BATCH_DEPENDENT_ROPE)

@@ -23,8 +23,9 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from peer.attention import Row, StepSlot
 from peer.cache import SessionCache
-from peer.families import kv_layers, packs_sessions
-from peer.outline import Outline
+from peer.families import Way
+from peer.outline import Outline, accepted, cache_argument, inner_attribute
+from peer.own_cache import RowCache
 from routing.spans import Span
 from swarm.tensors import RawTensor
 
@@ -64,7 +65,7 @@ class _Entry(nn.Module):
         return self.layer(self._slot.hidden_in, *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        return _inner_attribute(self, name)
+        return inner_attribute(self, name)
 
 
 class _Exit(nn.Module):
@@ -80,13 +81,7 @@ class _Exit(nn.Module):
         return out
 
     def __getattr__(self, name: str) -> Any:
-        return _inner_attribute(self, name)
-
-
-def _inner_attribute(wrapper: nn.Module, name: str) -> Any:
-    """Models read attributes such as `attention_type` off their layers."""
-    modules = wrapper.__dict__["_modules"]
-    return modules["layer"] if name == "layer" else getattr(modules["layer"], name)
+        return inner_attribute(self, name)
 
 
 class _WantedRows(nn.Module):
@@ -115,8 +110,9 @@ class SpanModel:
             raise ValueError(f"layers {span} of a model that has {self.layers_total}")
         self.width: int = full.config.hidden_size
         self.vocab: int = full.config.vocab_size
-        self.kv = kv_layers(full.config)[span.start : span.stop]
-        self.packs = packs_sessions(full.config)
+        self.kv = plan.kv[span.start : span.stop]
+        self.way = plan.way
+        self._accepted = accepted(full)
         self._slot = StepSlot()
         self._layers = list(full.get_submodule(plan.layers_path))[span.start : span.stop]
         for layer in self._layers:
@@ -127,25 +123,30 @@ class SpanModel:
         parameter = next(self._layers[0].parameters())
         self.dtype, self.device = parameter.dtype, parameter.device
 
+    @property
+    def packs(self) -> bool:
+        """Whether rows of several sessions run as one; if not, `forward` runs one after the other."""
+        return self.way is Way.PACKED
+
     @torch.inference_mode()
     def forward(self, step: PackedStep) -> StepOutput:
         """Run `step.span` over new tokens, writing each session's KV (its `length` is left to the caller).
 
         The caches have been `begin`-ed. Raises what torch raises.
         """
-        view, slot = self._view(step.span), self._slot
-        is_last = step.span.stop == self.layers_total
+        view = self._view(step.span)
+        if self.packs or len(step.rows) == 1:
+            return self._run(view, step)
+        outputs = [self._run(view, part) for part in _one_by_one(step)]
+        logits = [output.logits for output in outputs if output.logits is not None]
+        hidden = torch.cat([output.hidden for output in outputs])
+        return StepOutput(hidden, torch.cat(logits) if logits else None)
+
+    def _run(self, view: PreTrainedModel, step: PackedStep) -> StepOutput:
+        slot = self._slot
         try:
-            slot.rows = step.rows
-            inputs: dict[str, Any] = {"position_ids": self._positions(step.rows), "use_cache": False}
-            if step.span.start == 0:
-                assert step.ids is not None
-                inputs["input_ids"] = step.ids.to(self.device)[None]
-            else:
-                assert step.hidden is not None
-                slot.hidden_in = step.hidden.to(self.device, self.dtype)[None]
-                inputs["inputs_embeds"] = slot.hidden_in
-            slot.wanted = self._wanted(step.rows) if is_last else None
+            inputs = self._inputs(step)
+            slot.wanted = self._wanted(step.rows) if step.span.stop == self.layers_total else None
             logits = None
             if slot.wanted is not None:
                 logits = view(**inputs).logits[0].float()
@@ -155,6 +156,25 @@ class SpanModel:
             return StepOutput(slot.hidden_out[0], logits)
         finally:
             slot.clear()
+
+    def _inputs(self, step: PackedStep) -> dict[str, Any]:
+        """The arguments of the view's forward; what our own modules need goes to the slot."""
+        slot, names = self._slot, self._accepted
+        slot.rows = step.rows
+        inputs: dict[str, Any] = {"use_cache": False}
+        if "position_ids" in names:
+            inputs["position_ids"] = self._positions(step.rows)
+        if self.way is Way.OWN_CACHE:
+            inputs["use_cache"] = True
+            inputs[cache_argument(names)] = RowCache(step.rows[0], self.layers_total)
+        if step.span.start == 0:
+            assert step.ids is not None
+            inputs["input_ids"] = step.ids.to(self.device)[None]
+        else:
+            assert step.hidden is not None
+            slot.hidden_in = step.hidden.to(self.device, self.dtype)[None]
+            inputs["inputs_embeds"] = slot.hidden_in
+        return inputs
 
     def new_cache(self, positions: int, span: Span | None = None) -> SessionCache:
         """A cache outside of any pool, for trial steps and tests."""
@@ -263,6 +283,17 @@ def _cut_config(config: PretrainedConfig, span: Span) -> PretrainedConfig:
             object.__setattr__(cut, name, value[span.start : span.stop])
     object.__setattr__(cut, cut.attribute_map.get("num_hidden_layers", "num_hidden_layers"), len(span))
     return cut
+
+
+def _one_by_one(step: PackedStep) -> Iterator[PackedStep]:
+    """Each row as a step of its own."""
+    start = 0
+    for row in step.rows:
+        stop = start + row.tokens
+        ids = None if step.ids is None else step.ids[start:stop]
+        hidden = None if step.hidden is None else step.hidden[start:stop]
+        yield PackedStep(step.span, [row], ids, hidden)
+        start = stop
 
 
 # ---------------------------------------------------------------- tensors on the wire

@@ -13,12 +13,11 @@ from dataclasses import dataclass
 from math import prod
 
 import torch
-from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from peer.checkpoint import Checkpoint, Part, WeightFormat
 from peer.model import SpanModel
-from peer.outline import Outline, build_full, outline
+from peer.outline import Outline, build_full, outline, put_tensor
 from peer.safetensors_weights import SafetensorsFormat
 from routing.spans import Span
 from swarm.errors import BrokenModel
@@ -100,7 +99,7 @@ def load_span(
     """The span with its weights. Raises BrokenModel naming tensor and file if one is missing, cut or misshapen."""
     plan, form = outline(checkpoint.config), _format(checkpoint)
     sources = form.sources(checkpoint, plan)
-    full = build_full(checkpoint.config, dtype)
+    full = build_full(checkpoint.config, dtype, plan.way)
     names = plan.names(span)
     parts = {name: _parts(plan, sources, name) for name in names}
     total, done = sum(prod(plan.shapes[name]) for name in names) * dtype.itemsize, 0
@@ -109,7 +108,7 @@ def load_span(
             final = torch.empty(plan.shapes[name], dtype=_dtype_of(full, name, dtype), device=device)
             for part in parts[name]:
                 files.fill(final, part)
-            _put(full, plan, name, final)
+            put_tensor(full, plan, name, final)
             done += final.numel() * dtype.itemsize
             if progress is not None:
                 progress(done, total)
@@ -123,18 +122,6 @@ def _dtype_of(model: PreTrainedModel, name: str, dtype: torch.dtype) -> torch.dt
     if dtype == torch.float16:
         kept |= set(model._keep_in_fp32_modules or ())
     return torch.float32 if any(module in name.split(".") for module in kept) else dtype
-
-
-def _put(model: PreTrainedModel, plan: Outline, name: str, tensor: Tensor) -> None:
-    """Give the tensor to its module, and to those that share it."""
-    first, parameter = plan.ties.get(name, name), nn.Parameter(tensor, requires_grad=False)
-    for alias in {name, first, *(n for n, tied in plan.ties.items() if tied == first)}:
-        owner, _, attribute = alias.rpartition(".")
-        module = model.get_submodule(owner)
-        if attribute in module._parameters:
-            module._parameters[attribute] = parameter
-        else:
-            module._buffers[attribute] = tensor
 
 
 def _move_buffers(model: PreTrainedModel, device: torch.device | str) -> None:

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from peer.batch import BatchConfig
 from peer.cache import KvPool
 from peer.engine import Engine, EngineConfig, Job, JobResult, measure_speed, measure_workspace, pack
+from peer.families import Way
 from peer.hop import SampleAt
 from peer.model import PackedStep, SpanModel, StepOutput
 from peer.weights import load_span
@@ -251,7 +252,7 @@ async def test_a_dropped_session_leaves_the_queue(model: SpanModel) -> None:
 
 async def test_a_model_whose_positions_depend_on_the_batch_runs_alone(model: SpanModel) -> None:
     faulty = Faulty(model)
-    faulty.packs = False
+    faulty.way = Way.ALONE
     engine = Engine(faulty, EngineConfig(batch=BatchConfig(rows=8)))
     await both_at_once(engine, *(Job(model.new_cache(4), WHOLE, 0, ids=[5]) for _ in range(2)))
     await engine.stop()

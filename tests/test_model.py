@@ -11,7 +11,7 @@ from transformers import CONFIG_MAPPING, PreTrainedModel
 
 from peer.attention import Row
 from peer.cache import SessionCache
-from peer.families import check_supported, packs_sessions
+from peer.families import check_supported, depends_on_length
 from peer.model import PackedStep, from_raw, to_raw
 from peer.weights import load_span
 from routing.spans import Span
@@ -215,9 +215,9 @@ def test_what_was_tested_is_not_refused(family: str) -> None:
 
 def test_positions_that_depend_on_the_batch_are_not_packed() -> None:
     config = tiny_config("llama")
-    assert packs_sessions(config)
+    assert not depends_on_length(config)
     config.rope_parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
-    assert not packs_sessions(config)
+    assert depends_on_length(config)
 
 
 # ---------------------------------------------------------------- on the wire
