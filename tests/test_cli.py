@@ -288,7 +288,8 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
     "lacks a tensor": (without_a_tensor, ("model.layers.2.mlp.up_proj.weight", "again")),
     "has truncated weights": (cut, ("model.safetensors", "truncated", "again")),
     "has weights of another size": (
-        lambda d: change_json(d / "config.json", intermediate_size=25), ("has shape [16, 24]", "the config asks for [16, 25]")
+        lambda d: change_json(d / "config.json", intermediate_size=25),
+        ("has shape [16, 24]", "the config asks for [16, 25]"),
     ),
     "has only pickled weights": (
         lambda d: (d / "model.safetensors").rename(d / "pytorch_model.bin"), ("pickled", "safetensors")
