@@ -628,6 +628,9 @@ RECORD_ID_BYTES = 8    # first bytes of a head's SHA-256: one wrong pair in 2**3
 MAX_IDS = 1000         # per list; two lists of 8-byte identifiers just fit a message
 MAX_TOLD = 128         # records in one delta; its 16 KiB are full long before
 MAX_BUCKETS = 512      # of a digest, 8 bytes each
+MAX_MODELS_WANTED = 16  # that one client follows on one stream
+MAX_MODELS_TOLD = 100  # in one list; its 16 KiB hold so many with one long name each
+MAX_NAMES_TOLD = 4     # of one model
 
 
 def packed(size: int, most: int) -> Codec:
@@ -679,9 +682,44 @@ class GossipHello(Message):
 
 @message("subscribe")
 class Subscribe(Message):
-    """A client asks for a snapshot and then for what changes, of one model or of all."""
+    """A client wants to hear of these models (by fingerprint), or with None of all. Said again it replaces what
+    it said before. snapshot: first tell all of what is new in it, in Deltas up to `complete`."""
 
-    fingerprint: bytes | None = of(optional(digest), default=None)
+    only: tuple[bytes, ...] | None = of(optional(list_of(digest, MAX_MODELS_WANTED)), default=None)
+    snapshot: bool = of(flag, default=True)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSeen:
+    """A model that is alive: its fingerprint, the names under which it is served (the commonest first), and by
+    how many peers."""
+
+    fingerprint: bytes
+    names: tuple[str, ...]
+    peers: int
+
+
+def _write_model(model: ModelSeen) -> Wire:
+    return [model.fingerprint, model.peers, *model.names]
+
+
+def _read_model(value: Wire) -> ModelSeen:
+    good = isinstance(value, list) and 3 <= len(value) <= 2 + MAX_NAMES_TOLD
+    _check(good, "a fingerprint, a number of peers and names", value)
+    names = tuple(_model_name.read(one) for one in value[2:])
+    return ModelSeen(digest.read(value[0]), names, _peer_count.read(value[1]))
+
+
+_model_name = text(128)
+_peer_count = integer(0, 1 << 20)
+
+
+@message("model-list")
+class ModelList(Message):
+    """Which models are alive, the one with most peers first: a subscriber's answer, and told again when it
+    changes. So a client can name the one it wants before it hears of any peer."""
+
+    models: tuple[ModelSeen, ...] = of(list_of(Codec(_write_model, _read_model), MAX_MODELS_TOLD))
 
 
 @message("offer")
