@@ -301,7 +301,8 @@ class Engine:
             if len(entries) > 1:
                 log.warning("a packed step of %d failed (%s); each runs alone", len(entries), _line(error))
                 for entry in entries:
-                    self._run([entry], started, outcomes)
+                    if self._begin(entry, outcomes):  # cut again: what the failed pass wrote is void
+                        self._run([entry], started, outcomes)
             else:
                 outcomes.append((entries[0], StepFailed(str(entries[0].job.span), _line(error))))
             return
@@ -479,8 +480,7 @@ def measure_workspace(model: SpanModel, tokens: int) -> int | None:
     """Bytes that a prefill chunk needs beyond weights and KV, by a real one. None: can't be told here."""
     step = _trial_step(model, model.span, tokens)
     cache = step.rows[0].cache
-    for tensor in (*cache.keys, *cache.values):
-        tensor.zero_()  # its pages are KV, not workspace
+    cache.touch()  # its pages are KV, not workspace
     if model.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(model.device)
         before = torch.cuda.memory_allocated(model.device)
