@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from peer.checkpoint import Progress, TensorSpec
+from peer.quantisation import Quantisation, read_quantisation
 from swarm.canonical import FileHash
 from swarm.errors import BrokenModel, ModelError, ModelNotFound, UnsupportedModel
 
@@ -195,7 +196,9 @@ def load_config(files: ModelFiles) -> PretrainedConfig:
     model_type = raw.get("model_type")
     if not isinstance(model_type, str):
         raise BrokenModel(f"{CONFIG} of {files.label} names no model_type; fetch that file again")
-    _refuse_quantised(files.label, raw)
+    quantisation_of(files)  # refuses, and imports nothing for it
+    for key in ("quantization_config", "compression_config"):  # once dequantised, the model is like any other
+        raw.pop(key, None)
 
     import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -226,13 +229,6 @@ def load_config(files: ModelFiles) -> PretrainedConfig:
         ) from error
 
 
-def _refuse_quantised(label: str, raw: Mapping[str, object]) -> None:
-    for key in ("quantization_config", "compression_config"):
-        quantisation = raw.get(key)
-        if quantisation is not None:
-            method = (
-                quantisation.get("quant_method", "unknown") if isinstance(quantisation, dict) else "unknown"
-            )
-            raise UnsupportedModel(
-                f"{label} is quantised ({method}), which can't be read yet; use its unquantised version"
-            )
+def quantisation_of(files: ModelFiles) -> Quantisation | None:
+    """How the weights are stored, by the config. Raises UnsupportedModel for a way that can't be read."""
+    return read_quantisation(files.label, read_json(files, CONFIG), files.sizes)
