@@ -49,7 +49,7 @@ def _remembered(memory: Path, facts: dict[str, object]) -> bytes | None:
         if {key: entry.get(key) for key in facts} == facts:
             known = bytes.fromhex(entry["sha256"])
             return known if len(known) == 32 else None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         pass  # never hashed, or a damaged memory: hash it again
     return None
 

@@ -32,8 +32,9 @@ MAX_TENSORS = 65_536
 MAX_STRINGS = 8_000_000  # in all arrays: stepping over one takes a fraction of a microsecond
 MAX_NAME_BYTES = 65_535  # the format's, for keys
 MAX_TEXT_BYTES = 1 << 20  # longer values are stepped over like arrays; chat templates have some 10 kB
-MAX_TEXTS_BYTES = 16 << 20  # keys, texts and names that are kept, together
+MAX_TEXTS_BYTES = 8 << 20  # keys, texts and names that are kept, together, as they lie in memory
 MAX_NUMBERS = 1_024  # of an array that is kept: one for each layer, or a few; vocabularies have more
+MAX_KEPT_NUMBERS = 1 << 17  # of all such arrays; as objects they take 32 bytes each
 MAX_DIMENSIONS = 4  # ggml's own
 
 _STRING, _ARRAY, _BOOL = 8, 9, 7
@@ -220,7 +221,7 @@ class _Cursor:
     def __init__(self, data: memoryview, file: str, end: int) -> None:
         self.data, self.file, self.end = data, file, end
         self.at = 0
-        self._strings = self._kept = 0
+        self._strings = self._kept = self._numbers = 0
 
     def _step(self, length: int, what: str) -> int:
         """Where the next `length` bytes begin; the cursor is then behind them."""
@@ -243,6 +244,9 @@ class _Cursor:
 
     def numbers(self, kind: int, count: int, key: str) -> tuple[Number, ...]:
         """kind: the format's number of a type of numbers. At most MAX_NUMBERS."""
+        self._numbers += count
+        if self._numbers > MAX_KEPT_NUMBERS:
+            raise broken(self.file, f"its metadata has more than {MAX_KEPT_NUMBERS:,} numbers in short lists")
         code = f"<{count}{_NUMBERS[kind]}"
         start = self._step(struct.calcsize(code), f"the value of {key}")
         found = struct.unpack_from(code, self.data, start)
@@ -256,14 +260,15 @@ class _Cursor:
         length = self.number("Q")
         if length > most:
             raise broken(self.file, f"{what} at byte {self.at:,} claims to be {length:,} bytes long")
-        self._kept += length
+        start = self._step(length, what)
+        raw = bytes(self.data[start : self.at])
+        self._kept += length if raw.isascii() else 4 * length  # Python's own size of a text
         if self._kept > MAX_TEXTS_BYTES:
             raise broken(
                 self.file, f"its metadata has more than {MAX_TEXTS_BYTES:,} bytes of names and texts"
             )
-        start = self._step(length, what)
         try:
-            return str(self.data[start : self.at], "utf-8")
+            return raw.decode()
         except UnicodeDecodeError:
             raise broken(self.file, f"{what} at byte {start:,} isn't text in UTF-8") from None
 

@@ -265,7 +265,7 @@ def _kept(cache: Path, repo: str, revision: str | None) -> Listing | None:
             for file, specs in raw["tensors"].items()
         }
         return Listing(raw["repo"], raw["commit"], files, tensors)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None  # never kept, or by another release: ask the hub
 
 

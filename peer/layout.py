@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from peer.checkpoint import Progress, TensorSpec
-from peer.quantisation import Quantisation, read_quantisation
 from swarm.canonical import FileHash
 from swarm.errors import BrokenModel, ModelError, ModelNotFound, UnsupportedModel
+from swarm.messages import MAX_LAYERS
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -42,6 +42,7 @@ TOKENIZER_FILES = (
     "special_tokens_map.json",
     "added_tokens.json",
 )
+MAX_JSON_BYTES = 64 << 20  # the largest tokenizers have 33 MB
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
@@ -120,14 +121,22 @@ def read_layout(files: ModelFiles, progress: Progress) -> Layout:
 
 def read_json(files: ModelFiles, name: str) -> dict[str, object]:
     """A small JSON object that is on this machine. Raises BrokenModel with the place of the fault."""
+    path = files.local(name)
+    if path.stat().st_size > MAX_JSON_BYTES:
+        raise BrokenModel(
+            f"{name} of {files.label} has {path.stat().st_size:,} bytes, {MAX_JSON_BYTES:,} are accepted; "
+            "fetch that file again"
+        )
     try:
-        value = json.loads(files.local(name).read_bytes())
+        value = json.loads(path.read_bytes())
     except json.JSONDecodeError as error:
         where = f"line {error.lineno}, column {error.colno}: {error.msg}"
         raise BrokenModel(f"{name} of {files.label} isn't JSON ({where}); fetch that file again") from None
     except UnicodeDecodeError as error:
         where = f"byte {error.start}: {error.reason}"
         raise BrokenModel(f"{name} of {files.label} isn't text ({where}); fetch that file again") from None
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, lists in lists in lists
+        raise BrokenModel(f"{name} of {files.label} can't be read ({error}); fetch that file again") from None
     if not isinstance(value, dict):
         raise BrokenModel(f"{name} of {files.label} isn't a JSON object; fetch that file again")
     return value
@@ -196,9 +205,7 @@ def load_config(files: ModelFiles) -> PretrainedConfig:
     model_type = raw.get("model_type")
     if not isinstance(model_type, str):
         raise BrokenModel(f"{CONFIG} of {files.label} names no model_type; fetch that file again")
-    quantisation_of(files)  # refuses, and imports nothing for it
-    for key in ("quantization_config", "compression_config"):  # once dequantised, the model is like any other
-        raw.pop(key, None)
+    _refuse_quantised(files.label, raw)
 
     import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -220,6 +227,7 @@ def load_config(files: ModelFiles) -> PretrainedConfig:
             f"{files.label} is of type {model_type!r}, which doesn't generate text; "
             "use a causal language model"
         )
+    _refuse_too_many_layers(files.label, raw)
     try:
         return CONFIG_MAPPING[model_type].from_dict(raw)
     except Exception as error:  # what a config class raises on bad values is not ours to list
@@ -229,6 +237,26 @@ def load_config(files: ModelFiles) -> PretrainedConfig:
         ) from error
 
 
-def quantisation_of(files: ModelFiles) -> Quantisation | None:
-    """How the weights are stored, by the config. Raises UnsupportedModel for a way that can't be read."""
-    return read_quantisation(files.label, read_json(files, CONFIG), files.sizes)
+def _refuse_too_many_layers(label: str, raw: Mapping[str, object]) -> None:
+    """Config classes make lists as long as the model is deep: two thousand million layers would take hours."""
+    left: list[Mapping[str, object]] = [raw]
+    while left:
+        for key, value in left.pop().items():
+            if isinstance(value, dict):
+                left.append(value)
+            elif "layer" in key and isinstance(value, int) and value > MAX_LAYERS:
+                raise BrokenModel(
+                    f"{CONFIG} of {label} says {key} = {value}, {MAX_LAYERS:,} are accepted; fetch that file again"
+                )
+
+
+def _refuse_quantised(label: str, raw: Mapping[str, object]) -> None:
+    for key in ("quantization_config", "compression_config"):
+        quantisation = raw.get(key)
+        if quantisation is not None:
+            method = (
+                quantisation.get("quant_method", "unknown") if isinstance(quantisation, dict) else "unknown"
+            )
+            raise UnsupportedModel(
+                f"{label} is quantised ({method}), which can't be read yet; use its unquantised version"
+            )

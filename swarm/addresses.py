@@ -22,9 +22,10 @@ from enum import Enum
 from typing import TypeAlias
 
 from swarm.errors import IdentityError, UsageError
-from swarm.identity import PEER_ID_CHARACTERS, PeerId, key_bytes
+from swarm.identity import PEER_ID_CHARACTERS, PeerId, key_bytes, peer_id
 
 DEFAULT_PORT = 7070
+MAX_HOST = 255  # characters; DNS names end there (RFC 1035)
 GROUP_BITS = {4: 24, 6: 48}  # the smallest network that is routed: what one owner surely has all of
 
 IP: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -55,20 +56,21 @@ def parse_address(text: str) -> Address:
     peer: PeerId | None = None
     if at:
         try:
-            key_bytes(PeerId(identity))
+            peer = peer_id(key_bytes(PeerId(identity)))  # in the one spelling by which it is known
         except IdentityError:
             raise _bad_address(
-                text, f"{identity!r} is not a peer id of {PEER_ID_CHARACTERS} characters"
+                text, f"{identity[:120]!r} is not a peer id of {PEER_ID_CHARACTERS} characters"
             ) from None
-        peer = PeerId(identity)
+    if len(host) > MAX_HOST:  # looking at it takes time that grows with the square of its length
+        raise _bad_address(text, f"its host has {len(host)} characters, a name has at most {MAX_HOST}")
     if not host or any(character.isspace() or character in "/[]" for character in host):
         raise _bad_address(text, "there is no host in it")
     if not _resolvable(host):
         raise _bad_address(text, "its host is no name that could be looked up")
     if port == "":
         return Address(peer, host, DEFAULT_PORT)
-    if not (port.isascii() and port.isdigit()) or not 0 < int(port) < 1 << 16:
-        raise _bad_address(text, f"{port!r} is not a port from 1 to 65535")
+    if not (port.isascii() and port.isdigit() and len(port) <= 5) or not 0 < int(port) < 1 << 16:
+        raise _bad_address(text, f"{port[:120]!r} is not a port from 1 to 65535")
     return Address(peer, host, int(port))
 
 

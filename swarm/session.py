@@ -54,7 +54,6 @@ from swarm.messages import (
     Draining,
     Fault,
     HopRef,
-    Likelihoods,
     Message,
     Open,
     Opened,
@@ -71,7 +70,6 @@ from swarm.messages import (
     Where,
     WhereIs,
     Working,
-    bias_tensors,
 )
 from swarm.tensors import ids_tensor, read_ids
 
@@ -189,7 +187,6 @@ class Grew:
     first_position: int
     finish: str | None
     spent: Spent
-    likelihoods: tuple[Likelihoods, ...] = ()  # one for each id, if they were asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -627,15 +624,12 @@ class Session:
             ids = ids_tensor(self._ids[have:])
             resume = dataclasses.replace(resume, ids_from=have, ids=ids)
         if last:
-            bias_ids, bias = bias_tensors(self._config.sampling)
             resume = dataclasses.replace(
                 resume,
                 credit=self._granted,
                 limit=self._config.limit,
                 stop_ids=self._config.stop_ids,
                 sampling=self._config.sampling,
-                bias_ids=bias_ids,
-                bias=bias,
             )
         return resume
 
@@ -686,15 +680,14 @@ class Session:
             self._send_credit()
             return
         assert message.ids is not None
-        new = slice(known - message.first_position, self._config.limit - message.first_position)
-        ids, likelihoods = read_ids(message.ids)[new], message.likelihoods()[new]
+        ids = read_ids(message.ids)[known - message.first_position :][: self._config.limit - known]
         if not ids:
             return
         self._ids += ids
         self._rewound_to = None
         self._rejected_by.clear()
         self._note_time(now)
-        self._effects.append(Grew(tuple(ids), known, message.finish, message.spent, likelihoods))
+        self._effects.append(Grew(tuple(ids), known, message.finish, message.spent))
         self._say_repaired(now)
         if message.finish is not None:
             self._end(Phase.DONE, message.finish)

@@ -33,6 +33,7 @@ import platformdirs
 from swarm.addresses import is_loopback
 from swarm.errors import IdentityError, UsageError
 from swarm.identity import Identity, PeerId
+from swarm.records import MAX_SEQ
 
 log = logging.getLogger(__name__)
 
@@ -99,12 +100,15 @@ class PeerDir:
     def _persisted_seq(self) -> int:
         path = self.path / "seq"
         try:
-            return int(path.read_bytes()[:32])
+            found = int(path.read_bytes()[:32])
         except FileNotFoundError:
             return 0
         except ValueError:
-            _set_aside(path, "isn't a number")
+            found = -1
+        if not 0 <= found <= MAX_SEQ - SEQ_BLOCK:  # no clock counts that far, and no record may
+            _set_aside(path, "isn't the number of a record")
             return 0
+        return found
 
 
 class KnownHosts:

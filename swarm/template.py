@@ -25,6 +25,7 @@ from pathlib import Path
 
 from swarm.errors import TemplateFailed, UsageError
 
+MAX_WORDS = 500  # characters of an error; the worker keeps to it too, unless a template has taken it over
 MAX_TEMPLATE_BYTES = 256 << 10  # the longest on the hub are some 30 KiB
 WORKER = Path(__file__).with_name("template_worker.py")
 # what an interpreter may need to start, and the time zone that strftime_now tells
@@ -105,7 +106,7 @@ def _text_of(reply: Mapping[str, object]) -> str:
 
 def _printable(words: object) -> str:
     """A stranger's words for a terminal: no control characters, one line."""
-    return "".join(c if c.isprintable() else " " for c in str(words)).strip()
+    return "".join(c if c.isprintable() else " " for c in str(words)[:MAX_WORDS]).strip()
 
 
 def _encodable(text: str) -> bool:

@@ -29,6 +29,7 @@ PEER = Identity.from_seed(bytes([1]) * 32).peer_id
         (f"{PEER}@10.0.0.5:81", Address(PEER, "10.0.0.5", 81)),
         (f"{PEER}@[::1]:81", Address(PEER, "::1", 81)),
         (f" {PEER}@host ", Address(PEER, "host", 7070)),
+        (f"{PEER.upper()}@host", Address(PEER, "host", 7070)),
     ],
 )
 def test_every_way_to_write_an_address_is_read(text: str, address: Address) -> None:
@@ -55,11 +56,21 @@ def test_every_way_to_write_an_address_is_read(text: str, address: Address) -> N
         "a..b",
         "ho\0st",
         "ho\x1b[2Jst",
+        "host:" + "9" * 5000,
+        "é" * 100_000,
+        "a." * 200,
+        "x" * 100_000 + "@host",
     ],
 )
 def test_what_is_no_address_is_refused_with_an_example(text: str) -> None:
     with pytest.raises(UsageError, match=r"192\.168\.1\.20:7070"):
         parse_address(text)
+
+
+def test_an_identity_has_one_spelling_whichever_of_its_characters_last_bits_say() -> None:
+    """52 characters hold 260 bits, an identity 256: another spelling must not become somebody else."""
+    same = PEER[:-1] + chr(ord(PEER[-1]) + 1)
+    assert parse_address(f"{same}@host") == Address(PEER, "host", 7070)
 
 
 # ---------------------------------------------------------------- where it belongs

@@ -72,3 +72,13 @@ def test_hashing_reports_its_progress(tmp_path: Path) -> None:
     FileHashes(tmp_path / "memory").sha256(file, lambda *report: reports.append(report))
     assert reports[-1] == ("checking w.safetensors", 3_000_000, 3_000_000)
     assert [done for _, done, _ in reports] == sorted({done for _, done, _ in reports})
+
+
+@pytest.mark.parametrize("content", [b"[" * 5000, b"null", b"\xff", b'{"size": ' + b"9" * 5000 + b"}"])
+def test_a_damaged_memory_of_a_hash_is_hashed_again(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "weights").write_bytes(b"abc")
+    hashes = FileHashes(tmp_path / "hashes")
+    first = hashes.sha256(tmp_path / "weights")
+    for memory in (tmp_path / "hashes").iterdir():
+        memory.write_bytes(content)
+    assert hashes.sha256(tmp_path / "weights") == first == hashlib.sha256(b"abc").digest()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import struct
 import tracemalloc
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from peer.gguf_header import GgufArray, GgufHeader, HeaderGoesOn, read_gguf_header
+from peer.gguf_header import MAX_TENSORS, GgufArray, GgufHeader, HeaderGoesOn, read_gguf_header
 from swarm.errors import BrokenModel
 
 FEW_BYTES = 2_000_000  # what refusing a file of a few hundred bytes may take
@@ -215,7 +216,7 @@ def test_a_hostile_file_is_refused_with_the_fact_and_next_to_no_memory(name: str
 
 def test_metadata_full_of_texts_is_refused_before_it_is_kept() -> None:
     content = start(0, 40) + b"".join(pair(b"%d" % i, 8, text(b"x" * (1 << 19))) for i in range(40))
-    assert "more than 16,777,216 bytes of names and texts" in refusal(content)
+    assert "more than 8,388,608 bytes of names and texts" in refusal(content)
 
 
 def damaged(whole: bytes) -> st.SearchStrategy[bytes]:
@@ -253,3 +254,39 @@ def test_any_damage_is_described_or_refused(file: Path, data: st.DataObject) -> 
     for found in sorted(header.tensors.values(), key=lambda one: (one.offset, one.nbytes)):
         assert end <= found.offset <= found.offset + found.nbytes <= len(content)
         end = found.offset + found.nbytes
+
+
+# -- what a header may take ------------------------------------------------------------------------------
+
+
+def peak_bytes(content: bytes) -> int:
+    tracemalloc.start()
+    try:
+        with contextlib.suppress(BrokenModel):
+            read(content)
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def test_many_short_lists_of_numbers_do_not_add_up() -> None:
+    numbers = struct.pack("<IQ1024d", 12, 1024, *(number + 0.5 for number in range(1024)))
+    whole = start(keys=400) + b"".join(pair(b"k%d" % key, 9, numbers) for key in range(400))
+    assert "131,072 numbers in short lists" in refusal(whole)
+    assert peak_bytes(whole) < 16 << 20
+
+
+def test_texts_count_as_they_lie_in_memory() -> None:
+    """One emoji makes each character of a text take four bytes."""
+    emoji = text("😀".encode() + b"x" * 1_000_000)
+    whole = start(keys=15) + b"".join(pair(b"k%d" % key, 8, emoji) for key in range(15))
+    assert "8,388,608 bytes of names and texts" in refusal(whole)
+    assert peak_bytes(whole) < 32 << 20
+
+
+def test_the_most_tensors_of_all_take_less_than_64_mib() -> None:
+    count = MAX_TENSORS // 16
+    listed = b"".join(tensor(b"model.layers.%06d.mlp.down_proj.weight" % n, (1,) * 4, 0, 32 * n) for n in range(count))
+    whole = padded(start(tensors=count) + listed, 32 * count)
+    assert len(read(whole).tensors) == count
+    assert 16 * peak_bytes(whole) < 64 << 20

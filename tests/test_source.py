@@ -280,3 +280,31 @@ def test_describing_a_model_imports_no_torch_before_its_first_refusal(tmp_path: 
     environment = {**os.environ, "PYTHONPATH": str(root)}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
     assert done.stdout.split() == ["False", "False"], done.stderr
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"[" * 5000, "can't be read"),
+        (b'{"model_type": ' + b"9" * 5000 + b"}", "can't be read"),
+        (b"\xff", "isn't text"),
+        (b"[]", "isn't a JSON object"),
+    ],
+)
+def test_a_config_that_no_json_reader_takes_is_refused(model: Path, cache: Path, content: bytes, words: str) -> None:
+    (model / "config.json").write_bytes(content)
+    assert words in refusal(model, cache, BrokenModel)
+
+
+def test_a_config_larger_than_any_is_refused_unread(model: Path, cache: Path) -> None:
+    with (model / "config.json").open("ab") as file:
+        file.truncate(65 << 20)
+    assert "67,108,864 are accepted" in refusal(model, cache, BrokenModel)
+
+
+@pytest.mark.parametrize("change", [{"num_hidden_layers": 1 << 31}, {"text_config": {"n_layer": 4097}}])
+def test_a_model_of_a_thousand_million_layers_is_refused_before_anything_is_as_long(
+    model: Path, cache: Path, change: dict[str, object]
+) -> None:
+    change_json(model / "config.json", **change)
+    assert "4,096 are accepted" in refusal(model, cache, BrokenModel)

@@ -207,6 +207,14 @@ def test_a_broken_seq_is_set_aside_and_the_clock_serves(state: StateDir) -> None
         assert (peer.path / "seq.broken-0").read_bytes() == b"\0\0\0"
 
 
+@pytest.mark.parametrize("content", [b"9" * 32, b"-5", b"4611686018427387903"])
+def test_a_seq_that_no_record_may_have_is_set_aside(state: StateDir, content: bytes) -> None:
+    with state.lock_peer() as peer:
+        atomic_write(peer.path / "seq", content)
+        assert 1_000_000_000_000 < peer.reserve_seq() < 1 << 50
+        assert (peer.path / "seq.broken-0").read_bytes() == content
+
+
 def test_remembered_peers_are_kept_per_network_and_the_latest_come_first(state: StateDir) -> None:
     state.remember("main", {"a:7070": "p1", "b:7070": ""})
     state.remember("other", {"c:7070": "p3"})

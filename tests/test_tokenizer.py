@@ -523,11 +523,6 @@ def test_the_facts_that_a_peer_states_are_those_that_are_read() -> None:
     assert ModelFacts.from_bytes(stated) == ModelFacts(
         "llama", 500, 64, (3, 4), SamplingDefaults(0.7, 50, 1.0)
     )
-    told = {"do_sample": True, "min_p": 0.05, "repetition_penalty": 1.1}
-    stated = json.dumps(model_facts(config, told)).encode()
-    assert ModelFacts.from_bytes(stated).sampling == SamplingDefaults(1.0, 50, 1.0, 0.05, 1.1)
-    stated = json.dumps(model_facts(config, {"eos_token_id": 9, "repetition_penalty": 1.2})).encode()
-    assert ModelFacts.from_bytes(stated).sampling == SamplingDefaults(repetition_penalty=1.2)  # greedy has it too
     stated = json.dumps(model_facts(config, {"eos_token_id": 9})).encode()
     assert ModelFacts.from_bytes(stated) == ModelFacts("llama", 500, 64, (9,), SamplingDefaults())
 
@@ -564,6 +559,9 @@ def with_tokenizer(change: Callable[[dict[str, object]], object]) -> Callable[[d
     return broken
 
 
+HUGE = {"temperature": 10**400, "top_k": 1, "top_p": 1.0}
+
+
 def exploding(part: str, steps: str) -> Callable[[dict[str, object]], object]:
     step = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 100}
     return lambda tokenizer: tokenizer.update({part: {"type": "Sequence", steps: [step] * 9}})
@@ -579,6 +577,10 @@ BROKEN: dict[str, tuple[Callable[[dict[str, bytes]], object], str]] = {
     "a huge number": (
         lambda f: f.update({"model.json": b'{"vocab_size": ' + b"9" * 9000 + b"}"}),
         "not JSON",
+    ),
+    "a number too large for a float": (
+        lambda f: f.update({"model.json": json.dumps({**FACTS, "sampling": HUGE}).encode()}),
+        "temperature is not a number from 0 to 100",
     ),
     "a huge file": (lambda f: f.update({"model.json": b" " * (64 << 10) + b"{}"}), "at most 65536"),
     "a huge template": (lambda f: f.update({"chat_template.jinja": b"x" * 300_000}), "at most 262144"),
