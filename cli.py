@@ -23,6 +23,7 @@ import swarm
 from swarm.display import WARNINGS, chain_line, completion_json, status_json, status_view, terminal
 from swarm.errors import SwarmError, UnknownModel, UsageError
 from swarm.noise import MAJOR_VERSION
+from swarm.options import MAX_ANSWERS
 
 FAILED, USAGE, INTERRUPTED = 1, 2, 130
 WrongUsage = typer.BadParameter.__mro__[1]  # click's UsageError, of the click that this typer brings along
@@ -131,6 +132,39 @@ def generate(
             help="Choose among the likeliest tokens that make up P together; 1: among all. [default: the model's]",
         ),
     ] = None,
+    min_p: Annotated[
+        Optional[float],  # noqa: UP045
+        typer.Option(
+            metavar="P",
+            help="Leave out tokens less likely than P times the likeliest; 0: none. [default: the model's]",
+        ),
+    ] = None,
+    repetition_penalty: Annotated[
+        Optional[float],  # noqa: UP045
+        typer.Option(
+            metavar="F",
+            help="Divide the logits of tokens that occurred, in prompt or answer, by F (multiply negative ones); "
+            "1: off. [default: the model's]",
+        ),
+    ] = None,
+    presence_penalty: Annotated[
+        Optional[float],  # noqa: UP045
+        typer.Option(metavar="X", help="Subtract X from the logit of each token in the answer so far. [default: 0]"),
+    ] = None,
+    frequency_penalty: Annotated[
+        Optional[float],  # noqa: UP045
+        typer.Option(metavar="X", help="The same for each time that it occurred there. [default: 0]"),
+    ] = None,
+    logit_bias: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Option(metavar="ID=X", help="Add X to the logit of the token ID. May be repeated."),
+    ] = None,
+    logprobs: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(
+            metavar="K", help="With --json: how likely each token was, and the K likeliest in its place."
+        ),
+    ] = None,
     stop: Annotated[
         Optional[list[str]],  # noqa: UP045
         typer.Option(metavar="TEXT", help="End the answer before this text. May be repeated."),
@@ -141,15 +175,57 @@ def generate(
             metavar="N", help="The same seed gives the same text. [default: a new one; --json tells it]"
         ),
     ] = None,
+    n: Annotated[
+        int,
+        typer.Option(
+            "-n",
+            metavar="N",
+            min=1,
+            max=MAX_ANSWERS,
+            help="So many answers, at the same time; their seeds follow each other.",
+        ),
+    ] = 1,
     raw: Annotated[bool, typer.Option("--raw", help="Leave out the model's chat template.")] = False,
     json: Json = False,
 ) -> None:
     """Answer a prompt, streamed as it is written."""
     options = {
-        "max_tokens": max_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p,
+        "max_tokens": max_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p,
+        "repetition_penalty": repetition_penalty, "presence_penalty": presence_penalty,
+        "frequency_penalty": frequency_penalty, "logit_bias": _biases(logit_bias or []), "logprobs": logprobs,
         "stop": stop or (), "seed": seed, "raw": raw,
     }  # fmt: skip
-    run(_generate(prompt, join, model, options, json))
+    if logprobs is not None and not json:
+        raise UsageError("--logprobs needs --json, which shows them")
+    if n == 1:
+        run(_generate(prompt, join, model, options, json))
+    else:
+        run(_generate_many(prompt, join, model, n, options, json))
+
+
+def _biases(texts: list[str]) -> dict[int, float]:
+    """`--logit-bias` as typed."""
+    found = {}
+    for text in texts:
+        token, _, bias = text.partition("=")
+        try:
+            found[int(token)] = float(bias)
+        except ValueError:
+            raise UsageError(f"--logit-bias takes a token id and a number, such as 42=-5, got {text!r}") from None
+    return found
+
+
+async def _generate_many(
+    prompt: str, join: list[str] | None, model: str | None, n: int, options: dict[str, Any], json: bool
+) -> None:
+    async with swarm.AsyncClient(join or None, model=model) as client:
+        answers = await client.generate_many(prompt, n, **options)
+    if json:
+        print(completion_json(*answers))
+        return
+    for number, answer in enumerate(answers, 1):
+        say(f"answer {number} of {n}, seed {answer.seed}: {_summary(answer)}")
+        print(answer.text, flush=True)
 
 
 async def _generate(

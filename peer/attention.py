@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from peer.cache import SessionCache
+from peer.kv import LayerKV
 
 ATTENTION = "layerswarm"
 
@@ -43,7 +44,7 @@ class StepSlot:
     hidden_in: Tensor | None = None
     hidden_out: Tensor | None = None
     wanted: Tensor | None = None  # indices of the tokens whose logits are wanted
-    masks: dict[tuple[int, int, int], Tensor] = field(default_factory=dict)
+    masks: dict[tuple[int, int, int | None, bool], Tensor] = field(default_factory=dict)
 
     def clear(self) -> None:
         self.rows, self.hidden_in, self.hidden_out, self.wanted = (), None, None, None
@@ -58,7 +59,6 @@ def packed_attention(
     attention_mask: Tensor | None = None,
     *,
     scaling: float | None = None,
-    sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     **_: Any,
@@ -66,33 +66,22 @@ def packed_attention(
     """Attend per session, over its cache and its new tokens.
 
     query: [1, heads, total, dim], key and value: [1, kv_heads, total, dim] -> [1, total, heads, value_dim].
-    sliding_window: a token sees so many positions, itself included. softcap: arXiv:2408.00118.
-    s_aux: [heads] attention sinks, arXiv:2309.17453.
+    What a token sees is what its layer's store gives: one definition of its window, whatever the module says.
+    softcap: arXiv:2408.00118. s_aux: [heads] attention sinks, arXiv:2309.17453.
     """
     slot: StepSlot = module.step_slot  # type: ignore[assignment]
     index: int = module.layer_idx  # type: ignore[assignment]
     attend = _attend_plain if softcap is None and s_aux is None else _attend_special
     assert attention_mask is None, "a mask was built although none is registered for us"
-    pieces, start = [], 0
+    outputs, start = [], 0
     for row in slot.rows:
-        tokens, cache = row.tokens, row.cache
-        stop, end = start + tokens, row.position + tokens
-        if len(slot.rows) == 1:
-            q, k, v = query, key, value
-        else:
-            q, k, v = query[:, :, start:stop], key[:, :, start:stop], value[:, :, start:stop]
-        layer = index - cache.span.start
-        keys, values = cache.keys[layer], cache.values[layer]
-        keys[:, :, row.position : end] = k
-        values[:, :, row.position : end] = v
-        seen = max(0, row.position + 1 - sliding_window) if sliding_window else 0
-        pieces.append(
-            attend(
-                slot, q, keys[:, :, seen:end], values[:, :, seen:end], scaling, sliding_window, softcap, s_aux
-            )
-        )
-        start = stop
-    out = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
+        layer = row.cache.layers[index - row.cache.span.start]
+        for a, b in layer.pieces(row.tokens):
+            part = slice(start + a, start + b)
+            keys, values = layer.write(row.position + a, key[:, :, part], value[:, :, part])
+            outputs.append(attend(slot, query[:, :, part], keys, values, scaling, layer.kv, softcap, s_aux))
+        start += row.tokens
+    out = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
     return out, None
 
 
@@ -102,7 +91,7 @@ def _attend_plain(
     keys: Tensor,
     values: Tensor,
     scaling: float | None,
-    window: int | None,
+    kv: LayerKV,
     *_special: Any,
 ) -> Tensor:
     """query: [1, heads, n, dim]; keys: [1, kv_heads, m, dim], the last n of which are the query's own."""
@@ -111,12 +100,12 @@ def _attend_plain(
     if n == 1:  # one token sees all keys: its grouped heads become the "length", and no key is repeated
         grouped = query.reshape(1, kv_heads, heads // kv_heads, dim)
         return F.scaled_dot_product_attention(grouped, keys, values, scale=scaling).reshape(1, 1, heads, -1)
-    if n == m and not (window and m > window):
+    if n == m and (kv.window is None or m <= kv.window):
         out = F.scaled_dot_product_attention(
             query, keys, values, is_causal=True, scale=scaling, enable_gqa=heads != kv_heads
         )
     else:
-        mask = _mask(slot, n, m, window, query)
+        mask = _mask(slot, n, m, kv, query)
         out = F.scaled_dot_product_attention(
             query, keys, values, attn_mask=mask, scale=scaling, enable_gqa=heads != kv_heads
         )
@@ -129,7 +118,7 @@ def _attend_special(
     keys: Tensor,
     values: Tensor,
     scaling: float | None,
-    window: int | None,
+    kv: LayerKV,
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
@@ -143,7 +132,7 @@ def _attend_special(
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     if n > 1:
-        scores = scores + _mask(slot, n, m, window, query)
+        scores = scores + _mask(slot, n, m, kv, query)
     if sinks is not None:
         sink = sinks.to(scores.dtype).view(kv_heads, group, 1, 1).expand(-1, -1, n, 1)
         scores = torch.cat([scores, sink], dim=-1)
@@ -152,17 +141,20 @@ def _attend_special(
     return out.view(1, heads, n, -1).transpose(1, 2)
 
 
-def _mask(slot: StepSlot, n: int, m: int, window: int | None, like: Tensor) -> Tensor:
-    """Additive [n, m]: query i is at key m - n + i and sees `window` keys, itself included. Made once a step."""
-    made = slot.masks.get((n, m, window or 0))
+def _mask(slot: StepSlot, n: int, m: int, kv: LayerKV, like: Tensor) -> Tensor:
+    """Additive [n, m]: query i is at key m - n + i and sees what `kv` says; key 0 is what query 0 sees first.
+
+    Made once a step.
+    """
+    made = slot.masks.get((n, m, kv.window, kv.chunked))
     if made is None:
         at = torch.arange(m - n, m, device=like.device)[:, None]
         keys = torch.arange(m, device=like.device)[None, :]
         hidden = keys > at
-        if window:
-            hidden |= keys <= at - window
+        if kv.window is not None:
+            hidden |= keys < at - at % kv.window if kv.chunked else keys <= at - kv.window
         made = torch.zeros(n, m, dtype=like.dtype, device=like.device).masked_fill_(hidden, float("-inf"))
-        slot.masks[n, m, window or 0] = made
+        slot.masks[n, m, kv.window, kv.chunked] = made
     return made
 
 

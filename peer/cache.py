@@ -1,8 +1,9 @@
 """KV memory: a ledger of reservations (no torch) and the tensors behind them.
 
 Invariants: the ledger's reservations never exceed its total; a session's tensors never hold more
-positions than it reserved; `SessionCache.length` counts only positions of steps that finished, so a
-step that fails half way has changed nothing that anyone will read.
+than it reserved; `SessionCache.length` counts only positions of steps that finished, so a
+step that fails half way has changed nothing that anyone will read; a step never attends to a position
+that a window has let go.
 
 How memory is made real. The pool's bytes are a line of the peer's budget, the ledger never gives out
 more than that, and `KvPool.rehearse` allocates and touches all of it once before the peer says that it
@@ -14,54 +15,48 @@ committed arena instead would need compaction, or refuse sessions for want of a 
 The ledger is called by the asyncio loop, the tensors are touched only by the engine's thread; growing is
 therefore asked for by the one (`extend`) and done by the other (`SessionCache.begin`), layer by
 layer, so that a growing session costs one layer's copy and disturbs no neighbour.
+
+Windows. A layer that attends to a window has room for window + R positions (`kv.py`). When a step would not
+fit, what it and R need is moved to the front, once in about `chunk` positions: keys stay one run of
+memory in their order, which is what the fused attention kernels want, and a decode step pays for the move a small
+part of what reading the window costs it. Cutting a session only ever changes its length.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from peer.kv import KvSizes, LayerKV, Reach, Rewinds
 from routing.spans import Span
-from swarm.errors import CacheFull, CapacityError, OutOfStep
+from swarm.errors import CacheFull, CannotRewind, CapacityError, OutOfStep
 
 if TYPE_CHECKING:
     import torch
 
 
-@dataclass(frozen=True, slots=True)
-class LayerKV:
-    """What one layer stores per position: `heads` keys of `key_dim` and values of `value_dim` elements."""
-
-    heads: int
-    key_dim: int
-    value_dim: int
-
-    @property
-    def elements(self) -> int:
-        return self.heads * (self.key_dim + self.value_dim)
+REACH = Reach()  # of a cache outside of any pool
 
 
 class KvLedger:
-    """Who has reserved how much, in positions × layers. Pure arithmetic.
+    """Who has reserved how much, in bytes of KV (and journal, where `sizes` counts it). Pure arithmetic.
 
     A session that runs fewer layers than the claim pays only for those.
     """
 
-    def __init__(self, positions: int, layers: int) -> None:
-        self.layers = layers
-        self.total = positions * layers
+    def __init__(self, sizes: KvSizes, claim: Span, total_bytes: int) -> None:
+        self.sizes, self.claim, self.total = sizes, claim, total_bytes
         self.used = 0
-        self._held: dict[Hashable, tuple[int, int]] = {}  # key -> positions, layers
+        self._held: dict[Hashable, tuple[int, Span]] = {}  # key -> positions, over which layers
 
     @property
     def free_positions(self) -> int:
         """Positions that a new session over the whole claim could reserve."""
-        return (self.total - self.used) // self.layers
+        return self.sizes.tokens(self.total - self.used, self.claim)
 
-    def has_room(self, positions: int, layers: int, without: Collection[Hashable] = ()) -> bool:
+    def has_room(self, positions: int, span: Span, without: Collection[Hashable] = ()) -> bool:
         """Whether so much could be reserved now; without: if these sessions were let go."""
-        return self.used - self._held_by(without) + positions * layers <= self.total
+        return self.used - self._held_by(without) + self.sizes.bytes(positions, span) <= self.total
 
     def __len__(self) -> int:
         return len(self._held)
@@ -74,47 +69,110 @@ class KvLedger:
 
     def free_without(self, keys: Collection[Hashable]) -> int:
         """`free_positions` if these sessions were let go."""
-        return (self.total - self.used + self._held_by(keys)) // self.layers
+        return self.sizes.tokens(self.total - self.used + self._held_by(keys), self.claim)
 
     def _held_by(self, keys: Collection[Hashable]) -> int:
-        return sum(positions * layers for positions, layers in (self._held.get(key, (0, 0)) for key in keys))
+        return sum(self.sizes.bytes(*self._held[key]) for key in keys if key in self._held)
 
-    def reserve(self, key: Hashable, positions: int, layers: int | None = None) -> None:
+    def reserve(self, key: Hashable, positions: int, span: Span | None = None) -> None:
         """Hold `positions` for a new session. Raises CapacityError (nothing changed)."""
         if key in self._held:
             raise ValueError(f"session {key!r} already holds a reservation")
-        layers = self.layers if layers is None else layers
-        self._take(positions * layers, positions)
-        self._held[key] = positions, layers
+        span = span or self.claim
+        self._take(self.sizes.bytes(positions, span), positions)
+        self._held[key] = positions, span
 
     def extend(self, key: Hashable, positions: int) -> None:
         """Hold `positions` in all; fewer than now changes nothing. Raises CapacityError (unchanged)."""
-        held, layers = self._held[key]
+        held, span = self._held[key]
         if positions > held:
-            self._take((positions - held) * layers, positions)
-            self._held[key] = positions, layers
+            self._take(self.sizes.bytes(positions, span) - self.sizes.bytes(held, span), positions)
+            self._held[key] = positions, span
 
     def free(self, key: Hashable) -> None:
         """Give everything back. A session that holds nothing is no error: closing twice is normal."""
-        positions, layers = self._held.pop(key, (0, 0))
-        self.used -= positions * layers
+        if key in self._held:
+            self.used -= self.sizes.bytes(*self._held.pop(key))
 
     def _take(self, amount: int, positions: int) -> None:
         if self.used + amount > self.total:
             raise CapacityError(
                 f"{positions} KV positions wanted, {self.free_positions} of "
-                f"{self.total // self.layers} are free ({len(self._held)} sessions)"
+                f"{self.sizes.tokens(self.total, self.claim)} are free ({len(self._held)} sessions)"
             )
         self.used += amount
+
+
+class LayerStore:
+    """One layer's keys and values of one session: its positions from `base` on.
+
+    keys: [1, heads, room, key_dim], values: [1, heads, room, value_dim].
+    """
+
+    __slots__ = ("_make", "_reach", "base", "keys", "kv", "room", "values")
+
+    def __init__(self, kv: LayerKV, positions: int, reach: Reach, make: Callable[..., torch.Tensor]) -> None:
+        self.kv, self._reach, self._make = kv, reach, make
+        self.base, self.room = 0, kv.stored(positions, reach)
+        self.keys, self.values = make(1, kv.heads, self.room, kv.key_dim), make(1, kv.heads, self.room, kv.value_dim)
+
+    @property
+    def oldest(self) -> int:
+        """The first position at which a step finds all that it attends to."""
+        return self.base + self.kv.window - 1 if self.base and self.kv.window else 0
+
+    def pieces(self, tokens: int) -> Iterable[tuple[int, int]]:
+        """How many of a step's tokens `write` takes at once: [start, stop) of each piece."""
+        return ((0, tokens),) if self.kv.window is None else self._reach.pieces(tokens)
+
+    def write(self, position: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add new positions, and give back all that they attend to, their own included.
+
+        key: [1, heads, n, key_dim], value: [1, heads, n, value_dim] -> the same with m >= n positions, the last n
+        of which are the new ones and the first is what the first of those sees first. Views: read before the
+        next `write`.
+        """
+        first, stop = self.kv.first_seen(position), position + key.shape[2]
+        assert first >= self.base, f"position {first} is attended to, but what lies before {self.base} is gone"
+        if stop - self.base > self.room:
+            self._slide(position)
+        begin, end = position - self.base, stop - self.base
+        self.keys[:, :, begin:end] = key
+        self.values[:, :, begin:end] = value
+        return self.keys[:, :, first - self.base : end], self.values[:, :, first - self.base : end]
+
+    def _slide(self, position: int) -> None:
+        """Let go of all but what a step at `position`, or at one `rewind` before it, attends to."""
+        assert self.kv.window is not None, "only windows let go of anything"
+        kept = self.kv.window + self._reach.rewind
+        by = position - kept - self.base
+        for side in (self.keys, self.values):
+            for at in range(0, kept, self._reach.chunk):  # the two runs overlap, so through a small copy
+                stop = min(at + self._reach.chunk, kept)
+                side[:, :, at:stop] = side[:, :, at + by : stop + by].clone()
+        self.base += by
+
+    def grow(self, positions: int, length: int) -> None:
+        """Room for `positions` in all; those before `length` are kept."""
+        room, held = self.kv.stored(positions, self._reach), length - self.base
+        if room <= self.room:
+            return
+        keys, values = self._make(*_with_room(self.keys, room)), self._make(*_with_room(self.values, room))
+        keys[:, :, :held], values[:, :, :held] = self.keys[:, :, :held], self.values[:, :, :held]
+        self.room, self.keys, self.values = room, keys, values
+
+
+def _with_room(tensor: torch.Tensor, room: int) -> tuple[int, ...]:
+    return (*tensor.shape[:2], room, tensor.shape[3])
 
 
 class SessionCache:
     """One session's keys and values over `span`. Used by the engine's thread only, but for `grow_to`.
 
-    keys[i]: [1, heads, room, key_dim], values[i]: [1, heads, room, value_dim]; i counts from span.start.
+    layers[i]: what layer span.start + i keeps.
     """
 
-    __slots__ = ("_layers", "_make", "freed", "keys", "length", "reserved", "room", "span", "values")
+    __slots__ = ("_room", "freed", "layers", "length", "reserved", "span")
 
     def __init__(
         self,
@@ -124,81 +182,88 @@ class SessionCache:
         *,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
+        reach: Reach = REACH,
     ) -> None:
         import torch
 
+        def make(*shape: int) -> torch.Tensor:
+            return torch.empty(shape, dtype=dtype, device=device)
+
         assert len(layers) == len(span)
-        self.span, self._layers, self.reserved = span, tuple(layers), reserved
-        self._make = lambda *shape: torch.empty(shape, dtype=dtype, device=device)
-        self.length, self.room, self.freed = 0, reserved, False
-        self.keys = [self._make(1, kv.heads, reserved, kv.key_dim) for kv in self._layers]
-        self.values = [self._make(1, kv.heads, reserved, kv.value_dim) for kv in self._layers]
+        self.span, self.reserved = span, reserved
+        self.length, self._room, self.freed = 0, reserved, False
+        self.layers = [LayerStore(kv, reserved, reach, make) for kv in layers]
+
+    @property
+    def oldest(self) -> int:
+        """A step may start here or later, or at 0: before it the windows have let go."""
+        return max(layer.oldest for layer in self.layers)
 
     def truncate(self, length: int) -> None:
-        """Forget positions from `length` on. O(1). Raises OutOfStep when it holds fewer."""
-        if length > self.length:
-            raise OutOfStep(length, self.length)
+        """Forget positions from `length` on. O(1). Raises OutOfStep when it holds fewer, and CannotRewind."""
+        self._check_start(length)
         self.length = length
+        if length == 0:
+            for layer in self.layers:
+                layer.base = 0
 
     def check(self, position: int, tokens: int) -> None:
-        """Raises OutOfStep or CacheFull (KV unchanged) if a step can't start here."""
-        if position > self.length:
-            raise OutOfStep(position, self.length)
+        """Raises OutOfStep, CannotRewind or CacheFull (KV unchanged) if a step can't start here."""
+        self._check_start(position)
         if position + tokens > self.reserved:
             raise CacheFull(position + tokens, self.reserved)
+
+    def _check_start(self, position: int) -> None:
+        if position > self.length:
+            raise OutOfStep(position, self.length)
+        if 0 < position < self.oldest:
+            raise CannotRewind(position, self.oldest)
 
     def begin(self, position: int, tokens: int) -> None:
         """Cut to `position` and make room for `tokens` more. Raises as `check` does (KV unchanged)."""
         self.check(position, tokens)
-        self.length = position
-        if position + tokens > self.room:
-            self._grow()
+        self.truncate(position)
+        if position + tokens > self._room:
+            for layer in self.layers:
+                layer.grow(self.reserved, self.length)
+            self._room = self.reserved
 
     def finish(self, length: int) -> None:
         """The step's layers are all written: positions up to `length` count from now on."""
         self.length = length
 
-    def append(self, layer: int, position: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Write new positions of one layer. key: [heads, n, key_dim], value: [heads, n, value_dim]."""
-        stop = position + key.shape[1]
-        self.keys[layer][0, :, position:stop] = key
-        self.values[layer][0, :, position:stop] = value
-
     def grow_to(self, positions: int) -> None:
         """The reservation is larger now; the next step that needs the room takes it."""
         self.reserved = max(self.reserved, positions)
 
-    def _grow(self) -> None:
-        for i, kv in enumerate(self._layers):
-            for side, width in ((self.keys, kv.key_dim), (self.values, kv.value_dim)):
-                larger = self._make(1, kv.heads, self.reserved, width)
-                larger[:, :, : self.length] = side[i][:, :, : self.length]
-                side[i] = larger
-        self.room = self.reserved
+    def touch(self) -> None:
+        """Make the memory real: every byte is written."""
+        for layer in self.layers:
+            layer.keys.zero_()
+            layer.values.zero_()
 
     @property
     def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in (*self.keys, *self.values))
+        return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.layers)
 
 
 class KvPool:
     """The ledger with the tensors behind it, for the claim `span`.
 
-    layers: one LayerKV per layer of the claim. positions: how many the peer hands out in all.
+    sizes: of sessions over any part of the claim. total_bytes: what the peer hands out in all.
     """
 
     def __init__(
         self,
+        sizes: KvSizes,
         span: Span,
-        layers: Sequence[LayerKV],
-        positions: int,
+        total_bytes: int,
         *,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
     ) -> None:
-        self.span, self.layers = span, tuple(layers)
-        self.dtype, self.device = dtype, device
-        self.ledger = KvLedger(positions, len(span))
+        self.sizes, self.span, self.dtype, self.device = sizes, span, dtype, device
+        self.ledger = KvLedger(sizes, span, total_bytes)
         self._caches: dict[Hashable, SessionCache] = {}
 
     @property
@@ -207,23 +272,22 @@ class KvPool:
 
     def has_room(self, positions: int, span: Span, without: Collection[Hashable] = ()) -> bool:
         """Whether a session of so many positions over `span` could be reserved now, or without these."""
-        return self.ledger.has_room(positions, len(span), without)
+        return self.ledger.has_room(positions, span, without)
+
+    def rewinds(self, span: Span) -> Rewinds:
+        """To follow how far back a session over `span` can be cut."""
+        return Rewinds.over(self.sizes.over(span), self.sizes.reach)
 
     def rehearse(self) -> None:
         """Take and touch all of the pool's memory once. Raises CapacityError if it isn't there."""
         import torch
 
-        positions = self.ledger.free_positions
+        total = self.ledger.total
         try:
-            whole = SessionCache(self.span, self.layers, positions, dtype=self.dtype, device=self.device)
-            for tensor in (*whole.keys, *whole.values):
-                tensor.zero_()
+            torch.empty(total, dtype=torch.uint8, device=self.device).zero_()
         except (RuntimeError, MemoryError) as error:
-            size = (
-                positions * sum(kv.elements for kv in self.layers) * torch.empty(0, dtype=self.dtype).itemsize
-            )
             raise CapacityError(
-                f"the KV cache of {positions} positions needs {size / 2**20:.0f} MiB and they can't be had "
+                f"the KV cache of {self.free_positions} positions needs {total / 2**20:.0f} MiB and they can't be had "
                 f"({str(error).splitlines()[0]}); lower --context, --max-sessions or --memory"
             ) from error
 
@@ -232,10 +296,16 @@ class KvPool:
         span = span or self.span
         if not self.span.covers(span):
             raise ValueError(f"layers {span} are not within the claim {self.span}")
-        self.ledger.reserve(key, positions, len(span))
-        layers = self.layers[span.start - self.span.start : span.stop - self.span.start]
+        self.ledger.reserve(key, positions, span)
         try:
-            cache = SessionCache(span, layers, positions, dtype=self.dtype, device=self.device)
+            cache = SessionCache(
+                span,
+                self.sizes.over(span),
+                positions,
+                dtype=self.dtype,
+                device=self.device,
+                reach=self.sizes.reach,
+            )
         except (RuntimeError, MemoryError) as error:
             self.ledger.free(key)
             raise CapacityError(f"no memory for {positions} KV positions ({error})") from error
@@ -256,8 +326,3 @@ class KvPool:
         cache = self._caches.pop(key, None)
         if cache is not None:
             cache.freed = True
-
-
-def bytes_per_position(layers: Sequence[LayerKV], item_bytes: int) -> int:
-    """KV bytes of one position over these layers."""
-    return sum(kv.elements for kv in layers) * item_bytes

@@ -14,10 +14,12 @@ import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from peer.kv import KvSizes, LayerKV, Reach
 from routing.placement import Capacity
 from routing.spans import Span
 from swarm.errors import CapacityError, UsageError
@@ -83,22 +85,25 @@ def show(size: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """What of a model the arithmetic needs. kv_elements: of one position in one layer."""
+    """What of a model the arithmetic needs. kv: what each of its layers keeps."""
 
-    layers: int
     width: int
     inner: int
     vocab: int
     heads: int
-    kv_elements: int
+    kv: tuple[LayerKV, ...]
+
+    @property
+    def layers(self) -> int:
+        return len(self.kv)
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
     """What fits into `budget` bytes of one device.
 
-    prices: bytes of a span's weights. sessions × context: KV positions that are wanted; fewer are taken where
-    memory is short, but one session's context at least. chunk: tokens of a prefill step.
+    prices: bytes of a span's weights. sessions × context: tokens for whose KV there should be room; less is taken
+    where memory is short, but one session's context at least. chunk: tokens of a prefill step.
     """
 
     model: ModelShape
@@ -110,9 +115,17 @@ class MemoryPlan:
     chunk: int
     on_host: bool = True
 
-    def kv_bytes(self, span: Span) -> int:
-        """Of one position over the span's layers."""
-        return len(span) * self.model.kv_elements * self.item_bytes
+    @cached_property
+    def sizes(self) -> KvSizes:
+        """Of sessions here: KV, and on a host their journals, which have a row for every position."""
+        row_bytes = self.model.width * self.item_bytes if self.on_host else 0
+        return KvSizes(
+            self.model.kv, self.item_bytes, self.context, row_bytes=row_bytes, reach=Reach(chunk=self.chunk)
+        )
+
+    def kv_bytes(self, tokens: int, span: Span) -> int:
+        """Of the KV alone of so many tokens over the span."""
+        return replace(self.sizes, row_bytes=0).bytes_for(tokens, span)
 
     def fixed_bytes(self, span: Span) -> int:
         """Everything but KV and what grows with it."""
@@ -126,28 +139,32 @@ class MemoryPlan:
         logits = 3 * self.sessions * model.vocab * 4 if span.stop == model.layers else 0
         return int(WORKSPACE_SLACK * (rows + masks)) + logits
 
-    def position_bytes(self, span: Span) -> int:
-        """What one more position costs: KV, and on a host its row in the journal."""
-        return self.kv_bytes(span) + (self.model.width * self.item_bytes if self.on_host else 0)
-
-    @property
+    @cached_property
     def least_tokens(self) -> int:
-        """KV positions below which rather fewer layers are taken."""
-        middle = Span(self.model.layers // 2, self.model.layers // 2 + 1)
-        cheap = int(KV_PER_WEIGHT * self.prices(middle) / self.kv_bytes(middle))
+        """Tokens below which rather fewer layers are taken: at least one session of full context.
+
+        The same for every span, so that a part of what fits always fits.
+        """
+        model, middle = self.model, Span(self.model.layers // 2, self.model.layers // 2 + 1)
+        weights = self.prices(middle) * model.layers
+        cheap = replace(self.sizes, row_bytes=0).tokens(int(KV_PER_WEIGHT * weights), Span(0, model.layers))
         return min(self.sessions * self.context, max(self.context, cheap))
 
     def needed(self, span: Span) -> int:
         """Bytes with which this span can be served."""
-        return self.fixed_bytes(span) + self.least_tokens * self.position_bytes(span)
+        return self.fixed_bytes(span) + self.sizes.bytes_for(self.least_tokens, span)
 
     def fits(self, span: Span) -> bool:
         return self.needed(span) <= self.budget
 
+    def pool_bytes(self, span: Span) -> int:
+        """What sessions may take: all that is wanted, or what the span leaves room for."""
+        wanted = self.sizes.bytes_for(self.sessions * self.context, span)
+        return min(wanted, self.budget - self.fixed_bytes(span))
+
     def kv_tokens(self, span: Span) -> int:
-        """Positions to reserve: all that are wanted, or what the span leaves room for."""
-        room = (self.budget - self.fixed_bytes(span)) // self.position_bytes(span)
-        return min(self.sessions * self.context, room)
+        """Tokens that fit into the pool, in sessions of full context."""
+        return self.sizes.tokens(self.pool_bytes(span), span)
 
     def capacity(self, tokens_per_s: float | None = None) -> Capacity:
         """As the placement wants it."""
@@ -180,7 +197,7 @@ class MemoryPlan:
         if measured is None or measured <= self.workspace(span):
             return
         total = self.fixed_bytes(span) - self.workspace(span) + measured
-        total += self.kv_tokens(span) * self.position_bytes(span)
+        total += self.pool_bytes(span)
         if total > self.budget:
             raise CapacityError(
                 f"a prefill step over layers {span} took {show(measured)} of workspace, {show(self.workspace(span))} "
@@ -189,7 +206,7 @@ class MemoryPlan:
             )
 
     def _split(self, span: Span) -> str:
-        kv = self.least_tokens * self.position_bytes(span)
+        kv = self.sizes.bytes_for(self.least_tokens, span)
         rest = self.fixed_bytes(span) - self.prices(span)
         return f"weights {show(self.prices(span))}, KV for {self.least_tokens} tokens {show(kv)}, work {show(rest)}"
 
@@ -424,15 +441,13 @@ def model_shape(checkpoint: Checkpoint) -> ModelShape:
     from peer.outline import outline
 
     config = checkpoint.config
-    kv = outline(config).kv
     inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     return ModelShape(
-        layers=config.num_hidden_layers,
         width=config.hidden_size,
         inner=inner,
         vocab=config.vocab_size,
         heads=config.num_attention_heads,
-        kv_elements=max(layer.elements for layer in kv),
+        kv=outline(config).kv,
     )
 
 

@@ -36,6 +36,23 @@ class TensorSpec:
     shape: tuple[int, ...]
     nbytes: int  # exactly the bytes that it takes in the file
     file: str  # the weight file that holds it, relative to the checkpoint, with "/"
+    quantised: Quantised | None = None  # of a weight whose numbers and scales are stored apart
+
+    @property
+    def files(self) -> set[str]:
+        """All that are needed to read it."""
+        return {self.file, self.quantised.scales_spec.file} if self.quantised else {self.file}
+
+
+@dataclass(frozen=True, slots=True)
+class Quantised:
+    """Where a quantised weight is stored (`peer.quantisation`). block: rows and columns that share a scale, if said."""
+
+    numbers: str
+    scales: str
+    scales_spec: TensorSpec
+    numbers_spec: TensorSpec
+    block: tuple[int, int] | None
 
 
 class Checkpoint(Protocol):

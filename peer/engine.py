@@ -34,12 +34,14 @@ from peer.batch import BatchConfig, Scheduler
 from peer.cache import SessionCache
 from peer.hop import SampleAt
 from peer.model import PackedStep, SpanModel, StepOutput
-from peer.sampling import sample
+from peer.sampling import likelihoods, sample
 from routing.spans import Span, Speed
 from swarm.errors import EngineStopped, StepFailed, SwarmError
+from swarm.messages import Likelihoods
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+Made = tuple[Tensor | None, int | None, Likelihoods | None]  # one job's rows, token, likelihoods
 FloatArray = npt.NDArray[np.float64]
 
 SMOOTHING = 0.1  # weight of the newest turn in the running means: about the last twenty count
@@ -73,7 +75,8 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class JobResult:
-    """output: [n, width] on the CPU in the model's dtype, None on a last span. token: if one was sampled.
+    """output: [n, width] on the CPU in the model's dtype, None on a last span. token: if one was sampled;
+    likelihoods: if they were asked for too.
 
     waited_s: from submit to the turn's start. computed_s: the turn. packed: sessions in that turn.
     """
@@ -83,6 +86,7 @@ class JobResult:
     waited_s: float
     computed_s: float
     packed: int
+    likelihoods: Likelihoods | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,7 +301,8 @@ class Engine:
             if len(entries) > 1:
                 log.warning("a packed step of %d failed (%s); each runs alone", len(entries), _line(error))
                 for entry in entries:
-                    self._run([entry], started, outcomes)
+                    if self._begin(entry, outcomes):  # cut again: what the failed pass wrote is void
+                        self._run([entry], started, outcomes)
             else:
                 outcomes.append((entries[0], StepFailed(str(entries[0].job.span), _line(error))))
             return
@@ -307,20 +312,18 @@ class Engine:
                 outcomes.append((entry, result))
                 continue
             entry.job.cache.finish(entry.job.position + entry.job.tokens)
-            rows, token = result
+            rows, token, likely = result
             waited = started - entry.submitted
-            outcomes.append((entry, JobResult(rows, token, waited, took, len(entries))))
+            outcomes.append((entry, JobResult(rows, token, waited, took, len(entries), likely)))
 
-    def _read(
-        self, jobs: list[Job], output: StepOutput
-    ) -> list[tuple[Tensor | None, int | None] | StepFailed]:
+    def _read(self, jobs: list[Job], output: StepOutput) -> list[Made | StepFailed]:
         """Each job's part of the pass. Here the CPU waits for the device."""
         assert self.model is not None
         is_last = jobs[0].span.stop == self.model.layers_total
         finite = torch.isfinite(output.hidden).all(-1).tolist()
         hidden = None if is_last else output.hidden.cpu()
         logits = None if output.logits is None else output.logits.cpu().numpy()
-        results: list[tuple[Tensor | None, int | None] | StepFailed] = []
+        results: list[Made | StepFailed] = []
         start, sampled = 0, 0
         for job in jobs:
             stop = start + job.tokens
@@ -330,11 +333,11 @@ class Engine:
             if not all(finite[start:stop]) or (row is not None and not np.isfinite(row).all()):
                 results.append(StepFailed(str(job.span), "the output has NaN or Inf"))
             else:
-                token = None
+                token, likely = None, None
                 if row is not None and job.sample is not None:
-                    token = sample(row, job.sample.sampling, job.sample.position, job.sample.ids)
+                    token, likely = _draw(row, job.sample)
                 rows = None if hidden is None else hidden[start:stop]
-                results.append((rows if rows is None or len(jobs) == 1 else rows.clone(), token))
+                results.append((rows if rows is None or len(jobs) == 1 else rows.clone(), token, likely))
             start = stop
         return results
 
@@ -351,6 +354,12 @@ class Engine:
         self._turns += 1
         self._tokens += sum(entry.tokens for entry in done)
         self._recent.append(took)
+
+
+def _draw(logits: npt.NDArray[np.float32], ask: SampleAt) -> tuple[int, Likelihoods | None]:
+    token = sample(logits, ask.sampling, ask.position, ask.ids)
+    wanted = ask.sampling.logprobs
+    return token, None if wanted is None else likelihoods(logits, token, wanted)
 
 
 def pack(jobs: Sequence[Job]) -> PackedStep:
@@ -471,8 +480,7 @@ def measure_workspace(model: SpanModel, tokens: int) -> int | None:
     """Bytes that a prefill chunk needs beyond weights and KV, by a real one. None: can't be told here."""
     step = _trial_step(model, model.span, tokens)
     cache = step.rows[0].cache
-    for tensor in (*cache.keys, *cache.values):
-        tensor.zero_()  # its pages are KV, not workspace
+    cache.touch()  # its pages are KV, not workspace
     if model.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(model.device)
         before = torch.cuda.memory_allocated(model.device)

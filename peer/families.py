@@ -60,6 +60,17 @@ def _reason_against(config: PretrainedConfig) -> str | None:
     return None
 
 
+def windows(config: PretrainedConfig) -> list[int | None]:
+    """How many positions a token of each layer attends to, itself included, as transformers' masks have it."""
+    sliding = getattr(config, "sliding_window", None)
+    if getattr(config, "use_sliding_window", None) is False:
+        sliding = None
+    layer_types = getattr(config, "layer_types", None)
+    if layer_types is None:
+        return [sliding] * config.num_hidden_layers
+    return [sliding if kind == "sliding_attention" else None for kind in layer_types]
+
+
 def depends_on_length(config: PretrainedConfig) -> bool:
     """Whether a token's position encoding depends on how long the text is: then no two sessions share a row."""
     rope = getattr(config, "rope_parameters", None) or {}

@@ -44,6 +44,7 @@ from swarm.messages import (
     Extended,
     Fault,
     HopRef,
+    Likelihoods,
     Message,
     Open,
     Opened,
@@ -60,6 +61,7 @@ from swarm.messages import (
     Where,
     WhereIs,
     Working,
+    likelihood_tensors,
 )
 from swarm.tensors import ids_tensor, read_ids
 
@@ -236,6 +238,7 @@ class Hop:
         self._released = 0  # ids before this position were given to the client
         self._stop_ids: frozenset[int] = frozenset()
         self._sampling = Sampling()
+        self._likely: dict[int, Likelihoods] = {}  # of ids drawn since Resume, by position, if they are wanted
         self._spent = NOTHING_SPENT  # on the newest id
         self._finish: Literal["stop", "length"] | None = None
 
@@ -390,6 +393,7 @@ class Hop:
             return
         at_an_end = self._is_first or self._is_last
         ids = read_ids(message.ids) if message.ids is not None and at_an_end else []
+        sampling = message.complete_sampling()
         self._check_resume(message, ids)
         self._journal.cut(message.have)
         self._taken = message.have
@@ -402,7 +406,8 @@ class Hop:
             self._released = self._sent = len(self._ids)
             self._credit, self._limit, self._finish = message.credit, message.limit, None
             self._stop_ids = frozenset(message.stop_ids)
-            self._sampling = message.sampling or Sampling()
+            self._sampling = sampling
+            self._likely = {}
         else:
             self._send_owed()
         self._next_job(now)
@@ -613,15 +618,16 @@ class Hop:
         token: int | None,
         now: float,
         spent: Spent = NOTHING_SPENT,
+        likelihoods: Likelihoods | None = None,
     ) -> None:
-        """output: [n, width], None on the last hop. token: the id drawn, if one was asked for.
-        spent: on this step here."""
+        """output: [n, width], None on the last hop. token: the id drawn, if one was asked for, and its
+        likelihoods, if the sampling wants them. spent: on this step here."""
         step = self._answered_job(job)
         if step is not None:
             spent = step.spent.plus(spent)
             self._journal.append(step.count, None if self._is_last else output)
             if self._is_last:
-                self._drawn(job, token, spent)
+                self._drawn(job, token, spent, likelihoods)
             elif step.round is None:
                 self._send_owed()
             else:
@@ -672,12 +678,16 @@ class Hop:
 
     # ------------------------------------------------------------------------ the last hop
 
-    def _drawn(self, job: Compute, token: int | None, spent: Spent) -> None:
+    def _drawn(
+        self, job: Compute, token: int | None, spent: Spent, likelihoods: Likelihoods | None
+    ) -> None:
         if job.sample is None:
             return
         assert token is not None, "the engine drew nothing though it was asked to"
         del self._ids[job.sample.position :]
         self._ids.append(token)
+        if likelihoods is not None:
+            self._likely[job.sample.position] = likelihoods
         self._spent = spent
         if token in self._stop_ids:
             self._finish = "stop"
@@ -703,7 +713,9 @@ class Hop:
         ids = self._ids[start : self._released]
         finish = self._finish if self._released == len(self._ids) else None
         spent, self._spent = self._spent, NOTHING_SPENT
-        self._tell(Tokens(self._epoch, start, finish, ids_tensor(ids), spent))
+        likely = [self._likely[at] for at in range(start, self._released) if at in self._likely]
+        tensors = likelihood_tensors(likely) if len(likely) == len(ids) else {}
+        self._tell(Tokens(self._epoch, start, finish, ids_tensor(ids), spent, **tensors))
 
     # ------------------------------------------------------------------------ time
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from peer.checkpoint import Progress, TensorSpec
+from peer.quantisation import Quantisation, read_quantisation
 from swarm.canonical import FileHash
 from swarm.errors import BrokenModel, ModelError, ModelNotFound, UnsupportedModel
 from swarm.messages import MAX_LAYERS
@@ -205,7 +206,9 @@ def load_config(files: ModelFiles) -> PretrainedConfig:
     model_type = raw.get("model_type")
     if not isinstance(model_type, str):
         raise BrokenModel(f"{CONFIG} of {files.label} names no model_type; fetch that file again")
-    _refuse_quantised(files.label, raw)
+    quantisation_of(files)  # refuses, and imports nothing for it
+    for key in ("quantization_config", "compression_config"):  # once dequantised, the model is like any other
+        raw.pop(key, None)
 
     import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -237,6 +240,11 @@ def load_config(files: ModelFiles) -> PretrainedConfig:
         ) from error
 
 
+def quantisation_of(files: ModelFiles) -> Quantisation | None:
+    """How the weights are stored, by the config. Raises UnsupportedModel for a way that can't be read."""
+    return read_quantisation(files.label, read_json(files, CONFIG), files.sizes)
+
+
 def _refuse_too_many_layers(label: str, raw: Mapping[str, object]) -> None:
     """Config classes make lists as long as the model is deep: two thousand million layers would take hours."""
     left: list[Mapping[str, object]] = [raw]
@@ -248,15 +256,3 @@ def _refuse_too_many_layers(label: str, raw: Mapping[str, object]) -> None:
                 raise BrokenModel(
                     f"{CONFIG} of {label} says {key} = {value}, {MAX_LAYERS:,} are accepted; fetch that file again"
                 )
-
-
-def _refuse_quantised(label: str, raw: Mapping[str, object]) -> None:
-    for key in ("quantization_config", "compression_config"):
-        quantisation = raw.get(key)
-        if quantisation is not None:
-            method = (
-                quantisation.get("quant_method", "unknown") if isinstance(quantisation, dict) else "unknown"
-            )
-            raise UnsupportedModel(
-                f"{label} is quantised ({method}), which can't be read yet; use its unquantised version"
-            )

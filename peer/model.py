@@ -22,8 +22,9 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from peer.attention import Row, StepSlot
-from peer.cache import SessionCache
+from peer.cache import REACH, SessionCache
 from peer.families import Way
+from peer.kv import Reach
 from peer.outline import Outline, accepted, cache_argument, inner_attribute
 from peer.own_cache import RowCache
 from routing.spans import Span
@@ -176,11 +177,11 @@ class SpanModel:
             inputs["inputs_embeds"] = slot.hidden_in
         return inputs
 
-    def new_cache(self, positions: int, span: Span | None = None) -> SessionCache:
+    def new_cache(self, positions: int, span: Span | None = None, reach: Reach = REACH) -> SessionCache:
         """A cache outside of any pool, for trial steps and tests."""
         span = span or self.span
         kv = self.kv[span.start - self.span.start : span.stop - self.span.start]
-        return SessionCache(span, kv, positions, dtype=self.dtype, device=self.device)
+        return SessionCache(span, kv, positions, dtype=self.dtype, device=self.device, reach=reach)
 
     def parameters(self) -> Iterator[Tensor]:
         """Every tensor that holds weights, each once."""

@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import copy
 import inspect
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -32,8 +33,8 @@ from transformers.core_model_loading import WeightTransform
 from transformers.initialization import no_init_weights
 
 from peer.attention import ATTENTION
-from peer.cache import LayerKV
-from peer.families import Way, depends_on_length
+from peer.families import Way, depends_on_length, windows
+from peer.kv import LayerKV
 from routing.spans import Span
 from swarm.errors import UnsupportedModel
 
@@ -137,7 +138,8 @@ def _outline(asked: _Asked) -> Outline:
 
 
 def _packing_outline(config: PretrainedConfig) -> Outline | None:
-    """None if the family's attention doesn't go through the interface, or it doesn't take positions."""
+    """None if the family's attention doesn't go through the interface, or it doesn't take positions, or names
+    other windows than its masks have."""
     try:
         model = _build(config, torch.float32, _NOTING).to("meta")
     except KeyError:  # a table of its own, of attention classes
@@ -146,9 +148,16 @@ def _packing_outline(config: PretrainedConfig) -> Outline | None:
         return None
     path = layers_path(model)
     notes = _try(model, path, None)
-    if not all(notes.kv):
+    seen = windows(config) if _masks_windows(model) else [None] * len(notes.kv)
+    if not all(notes.kv) or any(named not in (None, window) for named, window in zip(notes.windows, seen, strict=True)):
         return None
+    notes.kv = [kv and replace(kv, window=window) for kv, window in zip(notes.kv, seen, strict=True)]
     return _outline_of(model, path, notes, Way.ALONE if depends_on_length(config) else Way.PACKED)
+
+
+def _masks_windows(model: PreTrainedModel) -> bool:
+    """Whether the family's code has masks for windows: configs also name windows that no code heeds."""
+    return hasattr(sys.modules[type(model).__module__], "create_sliding_window_causal_mask")
 
 
 def _own_cache_outline(config: PretrainedConfig) -> Outline:
@@ -237,16 +246,19 @@ class _PassedLayers(Exception):
 @dataclass
 class _Notes:
     """called: modules outside the layers that ran before layer 0. kv[i]: what layer i wanted to store,
-    None: nothing. failed: the first error of a layer that didn't get as far as its attention."""
+    None: nothing. windows[i]: the window that it named, None: none. failed: the first error of a layer that
+    didn't get as far as its attention."""
 
     kv: list[LayerKV | None]
+    windows: list[int | None]
     called: set[str] = field(default_factory=set)
     hidden: Tensor | None = None
     layer: int = 0
     failed: Exception | None = None
 
-    def note(self, key: Tensor, value: Tensor) -> None:
+    def note(self, key: Tensor, value: Tensor, window: int | None = None) -> None:
         """key: [1, heads, 1, dim]."""
+        self.windows[self.layer] = window
         self.kv[self.layer] = LayerKV(key.shape[1], key.shape[3], value.shape[3])
         raise _ReachedAttention
 
@@ -254,8 +266,16 @@ class _Notes:
 _notes: ContextVar[_Notes] = ContextVar("notes of the trial that runs")
 
 
-def _noting_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Any:
-    _notes.get().note(key, value)
+def _noting_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *_: Any,
+    sliding_window: int | None = None,
+    **__: Any,
+) -> Any:
+    _notes.get().note(key, value, sliding_window)
 
 
 AttentionInterface.register(_NOTING, _noting_attention)
@@ -321,7 +341,7 @@ def inner_attribute(wrapper: nn.Module, name: str) -> Any:
 def _try(model: PreTrainedModel, path: str, cache: Cache | None) -> _Notes:
     """Run one token up to the attention of each layer in turn."""
     count = len(model.get_submodule(path))
-    notes = _Notes([None] * count)
+    notes = _Notes([None] * count, [None] * count)
     ids = torch.zeros(1, 1, dtype=torch.long, device="meta")
     inputs: dict[str, Any] = {"input_ids": ids, "use_cache": cache is not None}
     names = accepted(model)

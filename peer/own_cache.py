@@ -52,8 +52,4 @@ class RowCache(Cache):
     ) -> tuple[Tensor, Tensor]:
         """Store [1, heads, n, dim] of the row's new tokens, and return all up to them."""
         row = self._row
-        layer, end = layer_idx - row.cache.span.start, row.position + row.tokens
-        keys, values = row.cache.keys[layer], row.cache.values[layer]
-        keys[:, :, row.position : end] = key_states
-        values[:, :, row.position : end] = value_states
-        return keys[:, :, :end], values[:, :, :end]
+        return row.cache.layers[layer_idx - row.cache.span.start].write(row.position, key_states, value_states)

@@ -15,12 +15,15 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from io import FileIO
+from math import prod
 
 import torch
 from torch import Tensor
 
-from peer.checkpoint import Checkpoint, Part, TensorSpec
+from peer.checkpoint import Checkpoint, Part, Quantised, TensorSpec
+from peer.dequantise import GROUP, Rows, exponents, fill_fp8, fill_mxfp4
 from peer.outline import Outline
+from peer.quantisation import MXFP4, NUMBERS_PER_BYTE, scale_block
 from peer.safetensors_header import Header, broken, parse_header
 from swarm.errors import BrokenModel, UnsupportedModel
 
@@ -31,6 +34,8 @@ LOADABLE = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
+EXPONENTS = ("U8", "F8_E8M0")  # scales that are powers of two
+GROUP_BYTES = GROUP // NUMBERS_PER_BYTE
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,10 +124,31 @@ def _check(part: SafetensorsPart, shape: tuple[int, ...], checkpoint: Checkpoint
             f"tensor {part.name} in {spec.file} has shape {list(spec.shape)}, the config asks for {list(shape)}; "
             "one of the two files is of another model: fetch both again"
         )
-    if spec.dtype not in LOADABLE:
+    if spec.quantised is not None:
+        _check_scales(part.name, spec, spec.quantised)
+    elif spec.dtype not in LOADABLE:
         raise UnsupportedModel(
-            f"tensor {part.name} in {spec.file} is stored as {spec.dtype} and its config says nothing of a "
-            "quantisation, so what its numbers mean isn't known; use a version in bfloat16 or float32"
+            f"tensor {part.name} in {spec.file} is stored as {spec.dtype} without scales that its config explains, "
+            "so what its numbers mean isn't known; use a version in bfloat16 or float32"
+        )
+
+
+def _check_scales(name: str, spec: TensorSpec, quantised: Quantised) -> None:
+    scales = quantised.scales_spec
+    if spec.dtype == MXFP4:
+        fits = (
+            scales.shape == quantised.numbers_spec.shape[:-1]
+            and quantised.numbers_spec.shape[-1] == GROUP_BYTES
+        )
+        kinds = EXPONENTS
+    else:
+        scale_block(name, spec)
+        fits, kinds = True, (*EXPONENTS, "F32", "BF16", "F16")
+    if not fits or scales.dtype not in kinds:
+        raise BrokenModel(
+            f"tensor {quantised.scales} in {scales.file} is {scales.dtype} {list(scales.shape)}, which aren't the "
+            f"scales of {quantised.numbers}, {quantised.numbers_spec.dtype} {list(quantised.numbers_spec.shape)}; "
+            "fetch the files again"
         )
 
 
@@ -150,7 +176,23 @@ class SafetensorsFiles:
         goal = final if part.index is None else final[part.index]
         if part.offset is not None:
             goal = goal[part.offset : part.offset + spec.shape[0]]
-        self._stored(part.name, spec).copy_to(goal)
+        if spec.quantised is None:
+            self._stored(part.name, spec).copy_to(goal)
+        else:
+            self._dequantise(goal.view(-1, *goal.shape[-2:]), part.name, spec, spec.quantised)
+
+    def _dequantise(self, goal: Tensor, name: str, spec: TensorSpec, quantised: Quantised) -> None:
+        """goal: [matrices, rows, columns], done one after the other."""
+        numbers = self._stored(quantised.numbers, quantised.numbers_spec)
+        scales = self._stored(quantised.scales, quantised.scales_spec)
+        for index, matrix in enumerate(goal):
+            scale = scales.scales(index, len(goal))
+            if spec.dtype == MXFP4:
+                columns, rows = matrix.shape
+                fill_mxfp4(matrix, numbers.rows(index * rows, columns // NUMBERS_PER_BYTE), scale.view(rows, -1))
+            else:
+                rows, columns = matrix.shape
+                fill_fp8(matrix, numbers.rows(index * rows, columns), scale, scale_block(name, spec))
 
     def _stored(self, name: str, spec: TensorSpec) -> Stored:
         if spec.file not in self._open:
@@ -214,6 +256,25 @@ class Stored:
         piece = torch.empty(last - first, dtype=dtype)
         self._read_into(piece, first * dtype.itemsize)
         return piece
+
+    def rows(self, skip: int, width: int) -> Rows:
+        """Rows of `width` bytes, counted from row `skip`."""
+        return lambda first, last: self.read((skip + first) * width, (skip + last) * width, torch.uint8)
+
+    def scales(self, index: int, count: int) -> Tensor:
+        """Part `index` of `count` equal ones, as float32; all of it if there is but one scale. Raises BrokenModel."""
+        each = prod(self.spec.shape) // count
+        first, each = (index * each, each) if each else (0, 1)
+        if self.spec.dtype in EXPONENTS:
+            values = exponents(self.read(first, first + each, torch.uint8))
+        else:
+            values = self.read(first, first + each, LOADABLE[self.spec.dtype]).float()
+        if not torch.isfinite(values).all():
+            raise BrokenModel(
+                f"tensor {self.name} in {self.spec.file} holds a scale that isn't a finite number; the file is "
+                "damaged, download it again"
+            )
+        return values
 
     def _read_into(self, piece: Tensor, skip: int) -> None:
         view = memoryview(piece.view(torch.uint8).numpy())

@@ -447,7 +447,7 @@ class HopRun:
             return
         result = answer.result()
         spent = Spent(result.computed_s, result.waited_s)
-        self.core.computed(work, result.output, result.token, self.now, spent)
+        self.core.computed(work, result.output, result.token, self.now, spent, result.likelihoods)
         self._transmit()
 
     def let_go(self) -> None:

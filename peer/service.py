@@ -278,7 +278,7 @@ class PeerService:
         self._say_claim(self._why())
 
     def _say_claim(self, why: str) -> None:
-        weights, kv = self.plan.prices(self.span), self.kv_tokens * self.plan.kv_bytes(self.span)
+        weights, kv = self.plan.prices(self.span), self.plan.kv_bytes(self.kv_tokens, self.span)
         self._say(f"layers   {self.span} of {self.source.layers} ({why})")
         self._say(f"         {show(weights)} of weights, {show(kv)} of KV for {self.kv_tokens} tokens")
 
@@ -389,7 +389,7 @@ class PeerService:
         with told_when_out_of_memory(span):
             model = await self.engine.call(lambda: load_span(source, span, dtype, device, loading))
             self.engine.model = model
-            self.pool = KvPool(span, model.kv, self.kv_tokens, dtype=model.dtype, device=model.device)
+            self.pool = KvPool(plan.sizes, span, plan.pool_bytes(span), dtype=model.dtype, device=model.device)
             await self.engine.call(self.pool.rehearse)
             workspace = await self.engine.call(lambda: measure_workspace(model, self.config.prefill_chunk))
             plan.check_workspace(span, workspace)

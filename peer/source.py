@@ -22,7 +22,8 @@ from peer.checkpoint import Progress, TensorSpec, no_progress
 from peer.directory import open_directory
 from peer.fingerprint import MODEL_DOMAIN, FileHashes
 from peer.hub import open_hub
-from peer.layout import Layout, ModelFiles, load_config, read_layout
+from peer.layout import Layout, ModelFiles, load_config, quantisation_of, read_layout
+from peer.quantisation import weights_of
 from peer.smollm2 import SMOLLM2, ensure_smollm2
 from peer.tokenizer_bundle import make_bundle
 from swarm.canonical import FileHash, canonical_hash
@@ -59,7 +60,7 @@ class ModelSource:
 
     def files_of(self, tensors: Iterable[str]) -> tuple[str, ...]:
         """The weight files that hold these tensors. Raises BrokenModel when one is in none of them."""
-        return tuple(sorted({self._spec(name).file for name in tensors}))
+        return tuple(sorted({file for name in tensors for file in self._spec(name).files}))
 
     def fetch_tensors(self, tensors: Iterable[str], progress: Progress = no_progress) -> None:
         """Make the files of a span's tensors present and verified.
@@ -126,7 +127,7 @@ def _describe(
     files.fetch(layout.small, progress)
     config = load_config(files)
     _check_supported(config)  # before hashing what may be hundreds of gigabytes
-    tensors = files.headers(layout.weights, progress)
+    tensors = weights_of(files.headers(layout.weights, progress), quantisation_of(files))
     bundle = make_bundle(files, layout, config, cache)
     fingerprint = canonical_hash(MODEL_DOMAIN, identity or layout.hashes(files, progress))
     return ModelSource(served_name, fingerprint, config, tensors, files, layout, bundle)

@@ -63,6 +63,9 @@ def model_facts(config: PretrainedConfig, generation: Mapping[str, object]) -> d
         sampling = {
             key: _SAMPLING_DEFAULTS[key] if value is None else value for key, value in sampling.items()
         }
+        if generation.get("min_p"):
+            sampling["min_p"] = generation["min_p"]
+    repetition = generation.get("repetition_penalty")
     return {
         "model_type": config.model_type,
         "vocab_size": text.vocab_size,
@@ -70,7 +73,7 @@ def model_facts(config: PretrainedConfig, generation: Mapping[str, object]) -> d
         "bos_token_id": generation.get("bos_token_id", getattr(text, "bos_token_id", None)),
         "eos_token_ids": [stop for stop in stops if isinstance(stop, int)],
         "sampling": sampling,
-    }
+    } | ({} if repetition in (None, 1.0) else {"repetition_penalty": repetition})
 
 
 def _chat_template(files: ModelFiles, layout: Layout) -> str | None:

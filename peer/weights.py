@@ -8,6 +8,7 @@ How tensors are stored is the business of a `WeightFormat` (`_format`): `peer.sa
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -63,9 +64,11 @@ def span_prices(checkpoint: Checkpoint, dtype: torch.dtype) -> SpanPrices:
     plan = outline(checkpoint.config)
     sources = _format(checkpoint).sources(checkpoint, plan)
 
+    held = _dtypes(build_full(checkpoint.config, dtype, plan.way), dtype)
+
     def price(name: str) -> int:
         _parts(plan, sources, name)
-        return prod(plan.shapes[name]) * dtype.itemsize
+        return prod(plan.shapes[name]) * held[name].itemsize
 
     shared = sum(price(name) for name in plan.after if plan.ties.get(name) in plan.before)
     return SpanPrices(
@@ -102,26 +105,37 @@ def load_span(
     full = build_full(checkpoint.config, dtype, plan.way)
     names = plan.names(span)
     parts = {name: _parts(plan, sources, name) for name in names}
-    total, done = sum(prod(plan.shapes[name]) for name in names) * dtype.itemsize, 0
+    held = _dtypes(full, dtype)
+    total, done = sum(prod(plan.shapes[name]) * held[name].itemsize for name in names), 0
     with form.open(checkpoint) as files:
         for name in names:
-            final = torch.empty(plan.shapes[name], dtype=_dtype_of(full, name, dtype), device=device)
+            final = torch.empty(plan.shapes[name], dtype=held[name], device=device)
             for part in parts[name]:
                 files.fill(final, part)
             put_tensor(full, plan, name, final)
-            done += final.numel() * dtype.itemsize
+            done += final.nbytes
             if progress is not None:
                 progress(done, total)
     _move_buffers(full, device)
     return SpanModel(full, span, plan)
 
 
-def _dtype_of(model: PreTrainedModel, name: str, dtype: torch.dtype) -> torch.dtype:
-    """A few families keep some tensors (routers, mostly) in float32 whatever the rest is in."""
-    kept = set(model._keep_in_fp32_modules_strict or ())
+def _dtypes(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """What each tensor of `model`, which was built as `dtype`, is held as: as when transformers loads it.
+
+    A few families keep some (routers, mostly) in float32 whatever the rest is in: by patterns that are searched for
+    in the name, some of them in float16 only, or by giving the parameter a type of its own.
+    """
+    kept: set[str] = set()
+    if dtype in (torch.float16, torch.bfloat16):
+        kept |= set(model._keep_in_fp32_modules_strict or ())
     if dtype == torch.float16:
         kept |= set(model._keep_in_fp32_modules or ())
-    return torch.float32 if any(module in name.split(".") for module in kept) else dtype
+    pattern = re.compile("|".join(sorted(part.replace("*", ".*") for part in kept)) or "$^")
+    return {
+        name: torch.float32 if pattern.search(name) else tensor.dtype
+        for name, tensor in model.state_dict().items()
+    }
 
 
 def _move_buffers(model: PreTrainedModel, device: torch.device | str) -> None:

@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any, TypeVar, Unpack
 
 from swarm.chains import ModelStatus
-from swarm.client import CLOSED, AsyncClient, Options
+from swarm.client import CLOSED, AsyncClient
 from swarm.errors import UsageError
 from swarm.generation import Completion, Generation, Piece, RepairEvent, ServedBy
+from swarm.options import Options
 from swarm.registry import PeerEntry
 from swarm.tokenizer import Prompt
 
@@ -87,6 +88,9 @@ class Client:
 
     def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Completion:
         return self._call(self._async.generate(prompt, **options))
+
+    def generate_many(self, prompt: Prompt, n: int, **options: Unpack[Options]) -> tuple[Completion, ...]:
+        return self._call(self._async.generate_many(prompt, n, **options))
 
     def peers(self) -> tuple[PeerEntry, ...]:
         return self._call(self._peers())

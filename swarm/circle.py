@@ -11,6 +11,7 @@ Pure: randomness is passed in, time is an argument, and the answer is what to do
 
 from __future__ import annotations
 
+import enum
 import math
 import random
 from collections.abc import Collection, Iterable
@@ -26,7 +27,9 @@ KEPT_NEIGHBOURS = 8  # a random graph of this degree is connected with near cert
 KEPT_SOURCES = 3  # of a client: one may die and one may lag
 SPARE_NEIGHBOURS = 4  # above the kept ones before an old one is let go
 MAX_NEIGHBOURS = 32  # accepted; whoever comes then gets a snapshot and is sent on
+MAX_NEIGHBOURS_OF_GROUP = 8  # accepted from one group of addresses (places.py), so that nobody surrounds us
 MAX_SUBSCRIBERS = 256  # clients; each costs a stream and its share of every change
+MAX_SUBSCRIBERS_OF_GROUP = 64
 CHECK_S = 2.0  # between looks at the circle
 REACH_TIMEOUT_S = 30.0  # an attempt that the shell never reports on is forgotten
 RETRY_S = 15.0  # before a peer that didn't answer is tried again
@@ -35,7 +38,7 @@ ROTATE_S = 60.0  # between random dials
 HEAL_S = 60.0  # between tries of an old address
 FIRST_HEAL_S = 5.0  # the same at first for somebody without any neighbour; doubles up to HEAL_S
 TRIES_ALONE = 3  # old addresses tried at once by somebody without any neighbour
-MAX_ADDRESSES = 256  # old addresses held; the oldest go first, those given by the user last
+MAX_ADDRESSES = 256  # old addresses held; see `_Worth` for which go first
 
 
 @dataclass(frozen=True)
@@ -64,20 +67,30 @@ Action: TypeAlias = Reach | ReachAddress | Drop
 Role: TypeAlias = Literal["peer", "client"]
 
 
+class _Worth(enum.IntEnum):
+    """Why an address is kept. When there are too many, the oldest of the least worth goes: so a crowd of
+    identities that only came to vanish can't make anybody forget the way back into the swarm."""
+
+    HEARSAY = 0
+    SEEN = 1  # somebody was there
+    GIVEN = 2  # by the user
+
+
 @dataclass
 class _Place:
     """An address of this swarm. peer: who was there last."""
 
     peer: PeerId | None
-    tried_at: float
+    worth: _Worth
+    tried_at: float = -math.inf
 
 
 class Circle:
     def __init__(self, own: PeerId | None, role: Role, rng: random.Random, now: float) -> None:
         self._own, self._rng = own, rng
+        self._role = role
         self._keep = KEPT_NEIGHBOURS if role == "peer" else KEPT_SOURCES
         self._addresses: dict[str, _Place] = {}
-        self._given: set[str] = set()
         self._reaching: dict[PeerId | str, float] = {}  # -> since
         self._failed: dict[PeerId | str, float] = {}  # -> when to try again
         self._check_at = now
@@ -94,24 +107,25 @@ class Circle:
         """Something happened that may call for new neighbours."""
         self._check_at = min(self._check_at, now)
 
-    def remember(self, address: str, peer: PeerId | None = None, *, given: bool = False) -> None:
-        """Try `address` from time to time. given: by the user, so it is never crowded out."""
-        tried_at = self._addresses[address].tried_at if address in self._addresses else -math.inf
-        self._addresses.pop(address, None)
-        self._addresses[address] = _Place(peer, tried_at)
-        if given:
-            self._given.add(address)
+    def remember(
+        self, address: str, peer: PeerId | None = None, *, seen: bool = False, given: bool = False
+    ) -> None:
+        """Try `address` from time to time. seen: somebody was there. given: by the user."""
+        place = _Place(peer, _Worth.GIVEN if given else _Worth.SEEN if seen else _Worth.HEARSAY)
+        before = self._addresses.pop(address, None)
+        if before is not None:
+            place.worth, place.tried_at = max(place.worth, before.worth), before.tried_at
+        self._addresses[address] = place
         if len(self._addresses) > MAX_ADDRESSES:
-            oldest = next((one for one in self._addresses if one not in self._given), address)
-            del self._addresses[oldest]
-            self._given.discard(oldest)
+            del self._addresses[min(self._addresses, key=lambda one: self._addresses[one].worth)]
 
     def reached(self, target: PeerId | str, peer: PeerId) -> None:
         """The attempt succeeded, and `peer` is who was there."""
         self._reaching.pop(target, None)
         self._failed.pop(peer, None)
         if target in self._addresses:
-            self._addresses[target].peer = peer
+            place = self._addresses[target]
+            place.peer, place.worth = peer, max(place.worth, _Worth.SEEN)
 
     def failed(self, target: PeerId | str, now: float, alone: bool) -> None:
         self._reaching.pop(target, None)
@@ -126,6 +140,8 @@ class Circle:
         kept = [one for one in neighbours if one.kind is not Kind.SUBSCRIBER and not one.visitor]
         linked = {one.peer for one in kept}
         actions: list[Action] = [*self._duplicates(kept), *self._fill(linked, table, now)]
+        if self._role == "client" and len(linked) > self._keep:  # each costs somebody its share of every change
+            actions.append(_oldest(kept))
         actions += self._rotate(kept, linked, table, now)
         actions += self._heal(linked, table, now)
         return actions
@@ -160,10 +176,10 @@ class Circle:
             return []
         self._rotate_at = now + ROTATE_S * self._rng.uniform(0.8, 1.2)
         actions: list[Action] = []
-        if len(linked) > self._keep + SPARE_NEIGHBOURS:
-            old = min((one for one in kept if one.opened_here), key=lambda one: one.since, default=None)
-            actions += [Drop(old.key, "making room for another neighbour")] if old else []
-        free = self._free(_alive(table, now), linked)
+        if len(linked) > self._keep + SPARE_NEIGHBOURS and any(one.opened_here for one in kept):
+            actions.append(_oldest(kept))
+        suspect = table.places.suspect(self._rng, now)  # who may hold a place that isn't its own
+        free = self._free([suspect] if suspect is not None else _alive(table, now), linked)
         return actions + (self._reach([self._rng.choice(free)], now) if free else [])
 
     def _heal(self, linked: set[PeerId], table: Table, now: float) -> list[Action]:
@@ -201,6 +217,12 @@ class Circle:
                 ours = one if one.opened_here else other
                 actions.append(Drop(ours.key, "one stream is enough"))
         return actions
+
+
+def _oldest(kept: Iterable[Neighbour]) -> Drop:
+    """Of those that were opened here."""
+    old = min((one for one in kept if one.opened_here), key=lambda one: one.since)
+    return Drop(old.key, "making room for another neighbour")
 
 
 def _alive(table: Table, now: float) -> list[PeerId]:

@@ -14,19 +14,20 @@ import secrets
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import TypedDict, Unpack
+from typing import Unpack
 
 from swarm.chains import LiveModel, ModelStatus, choose_model, live_models, make_plan, model_status, plan_chain
 from swarm.errors import MessageError, NoRoute, PromptTooLong, SwarmError, Unreachable, UsageError
 from swarm.generation import Completion, Generation, Opening, SessionDriver
 from swarm.identity import Identity, PeerId
 from swarm.lan import Lan, lan_wanted
-from swarm.messages import MAX_POSITION, Files, GetFiles, Sampling
+from swarm.messages import Files, GetFiles
 from swarm.node import Node
+from swarm.options import Options, Wanted, seeds_of
 from swarm.registry import PeerEntry
 from swarm.session import Plan, PlanRequest, Session, SessionConfig, Timings
 from swarm.state import StateDir
-from swarm.tokenizer import MAX_FILE_BYTES, EncodedPrompt, Prompt, TextCodec, bundle_hash, check_stop
+from swarm.tokenizer import MAX_FILE_BYTES, EncodedPrompt, Prompt, TextCodec, bundle_hash
 from swarm.transport import Transport
 
 DEFAULT_MAX_TOKENS = 512
@@ -40,19 +41,6 @@ MOST_CODECS = 8           # tokenizers kept, each with a template worker; the ol
 SESSION_ID_BYTES = 16
 PREFILL_CHUNK = 256       # what a peer runs per prefill step unless told otherwise; only for estimates
 CLOSED = "this client is closed; make a new one"
-
-
-class Options(TypedDict, total=False):
-    """What `AsyncClient.stream` takes beside the prompt, and explains."""
-
-    model: str | None
-    max_tokens: int | None
-    temperature: float | None
-    top_k: int | None
-    top_p: float | None
-    stop: str | Sequence[str]
-    seed: int | None
-    raw: bool
 
 
 class AsyncClient:
@@ -138,34 +126,23 @@ class AsyncClient:
 
     # ------------------------------------------------------------ generating
 
-    def stream(
-        self,
-        prompt: Prompt,
-        *,
-        model: str | None = None,
-        max_tokens: int | None = None,
-        temperature: float | None = None,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        stop: str | Sequence[str] = (),
-        seed: int | None = None,
-        raw: bool = False,
-    ) -> Generation:
+    def stream(self, prompt: Prompt, **options: Unpack[Options]) -> Generation:
         """Generate, piece by piece. Leaving the loop cancels and frees the peers at once.
 
         prompt: text, or messages with `role` and `content`; `raw` leaves the chat template out.
-        max_tokens: 512 unless said; what lies beyond the chain's context is cut, with a note.
-        temperature 0 is greedy; what isn't given follows the model's generation config.
+        model: which one, where several are live. max_tokens: 512 unless said; what lies beyond the chain's context is
+        cut, with a note.
+        temperature (0 is greedy), top_k, top_p, min_p and repetition_penalty follow the model's generation config
+        where they aren't given. presence_penalty and frequency_penalty look at the answer so far, repetition_penalty
+        at the prompt too. logit_bias: token id -> what is added to its logit.
+        logprobs: report each token's, and those of so many likeliest, by the model's own distribution.
         stop: strings that end the answer, not part of it. seed: reported in the result if not given.
-        Iterating raises UsageError (nothing was sent), NoRoute, GenerationFailed, Unreachable.
+        Raises UsageError; iterating raises UsageError (nothing was sent), NoRoute, GenerationFailed, Unreachable.
         """
-        stops = check_stop(stop)
-        check_numbers(max_tokens, temperature, top_k, top_p, seed)
+        wanted = Wanted(**options)
 
         async def opening() -> Opening:
-            return await self._open(
-                prompt, model or self._model, max_tokens, (temperature, top_k, top_p, seed), stops, raw
-            )
+            return await self._open(prompt, wanted)
 
         return Generation(opening)
 
@@ -177,24 +154,27 @@ class AsyncClient:
         assert generation.result is not None
         return generation.result
 
-    async def _open(
-        self,
-        prompt: Prompt,
-        model: str | None,
-        max_tokens: int | None,
-        wanted: tuple[float | None, int | None, float | None, int | None],
-        stops: tuple[str, ...],
-        raw: bool,
-    ) -> Opening:
+    async def generate_many(self, prompt: Prompt, n: int, **options: Unpack[Options]) -> tuple[Completion, ...]:
+        """n answers to one prompt, at the same time. Their seeds are `seed` and the n - 1 that follow it, so the first
+        is what `generate` gives with that seed. When one fails, all end and its error is raised."""
+        answers = [Options(**{**options, "seed": seed}) for seed in seeds_of(options.get("seed"), n)]
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self.generate(prompt, **each)) for each in answers]
+        except* SwarmError as failed:
+            raise failed.exceptions[0] from None
+        return tuple(task.result() for task in tasks)
+
+    async def _open(self, prompt: Prompt, wanted: Wanted) -> Opening:
         started = asyncio.get_running_loop().time()
         await self.connect()
         node = self._require_node()
-        live = choose_model(live_models(self._usable(node.entries())), model)
+        live = choose_model(live_models(self._usable(node.entries())), wanted.model or self._model)
         codec = await self._codec(live)
-        encoded = await codec.encode_prompt(prompt, raw=raw)
+        encoded = await codec.encode_prompt(prompt, raw=wanted.raw)
         await self._measure_once(live)
-        limit, notes = self._limit(live, encoded, max_tokens)
-        sampling = choose_sampling(codec, *wanted)
+        limit, notes = self._limit(live, encoded, wanted.max_tokens)
+        sampling = wanted.sampling(codec.defaults, codec.vocab_size, answer_from=len(encoded.ids))
         config = SessionConfig(
             session=secrets.token_bytes(SESSION_ID_BYTES),
             prompt=tuple(encoded.ids),
@@ -212,7 +192,8 @@ class AsyncClient:
         self._drivers.add(driver)
         return Opening(
             driver=driver,
-            text=codec.detokenizer(stops),
+            text=codec.detokenizer(wanted.stops),
+            spell=codec.spell,
             prompt_tokens=len(encoded.ids),
             model=live.name,
             seed=sampling.seed,
@@ -385,46 +366,3 @@ def join_addresses(address: str | Sequence[str] | None) -> tuple[str, ...]:
     if address is None:
         return tuple(os.environ.get("SWARM_JOIN", "").replace(",", " ").split())
     return (address,) if isinstance(address, str) else tuple(address)
-
-
-def check_numbers(
-    max_tokens: int | None,
-    temperature: float | None,
-    top_k: int | None,
-    top_p: float | None,
-    seed: int | None,
-) -> None:
-    """Raises UsageError naming the first option that is out of bounds."""
-    for name, whole in (("max_tokens", max_tokens), ("top_k", top_k), ("seed", seed)):
-        if whole is not None and (not isinstance(whole, int) or isinstance(whole, bool)):
-            raise UsageError(f"{name} is a whole number, got {whole!r}")
-    for name, number in (("temperature", temperature), ("top_p", top_p)):
-        if number is not None and (not isinstance(number, int | float) or isinstance(number, bool)):
-            raise UsageError(f"{name} is a number, got {number!r}")
-    if max_tokens is not None and max_tokens < 1:
-        raise UsageError(f"max_tokens must be at least 1, got {max_tokens}")
-    if temperature is not None and not 0 <= temperature <= 100:
-        raise UsageError(f"temperature must lie between 0 (greedy) and 100, got {temperature}")
-    if top_k is not None and not 0 <= top_k <= MAX_POSITION:
-        raise UsageError(f"top_k must lie between 0 (off) and {MAX_POSITION}, got {top_k}")
-    if top_p is not None and not 0 < top_p <= 1:
-        raise UsageError(f"top_p must lie above 0 and be at most 1 (off), got {top_p}")
-    if seed is not None and not 0 <= seed < 1 << 63:
-        raise UsageError(f"seed must lie between 0 and 2**63 - 1, got {seed}")
-
-
-def choose_sampling(
-    codec: TextCodec,
-    temperature: float | None,
-    top_k: int | None,
-    top_p: float | None,
-    seed: int | None,
-) -> Sampling:
-    """What was asked for, filled up from the model's generation config; a fresh seed where none is given."""
-    defaults = codec.defaults
-    return Sampling(
-        temperature=defaults.temperature if temperature is None else float(temperature),
-        top_k=defaults.top_k if top_k is None else top_k,
-        top_p=defaults.top_p if top_p is None else float(top_p),
-        seed=secrets.randbits(63) if seed is None else seed,
-    )

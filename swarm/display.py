@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -165,33 +166,28 @@ def _peer_json(peer: PeerStatus) -> dict[str, Any]:
     }
 
 
-def completion_json(completion: Completion) -> str:
-    """What `swarm generate --json` prints."""
-    return json.dumps(
-        {
-            "text": completion.text,
-            "token_ids": list(completion.token_ids),
-            "finish_reason": completion.finish_reason,
-            "usage": {
-                "prompt_tokens": completion.usage.prompt_tokens,
-                "completion_tokens": completion.usage.completion_tokens,
-            },
-            "timing": {
-                "ttft_s": completion.timing.ttft_s,
-                "total_s": completion.timing.total_s,
-                "tokens_per_s": completion.timing.tokens_per_s,
-                "stall_s": completion.timing.stall_s,
-                "compute_s": completion.timing.compute_s,
-                "queue_s": completion.timing.queue_s,
-            },
-            "hops": hops_json(completion.hops),
-            "repairs": len(completion.repairs),
-            "seed": completion.seed,
-            "model": completion.model,
-            "notes": list(completion.notes),
-        },
-        ensure_ascii=False,
-    )
+def completion_json(*answers: Completion) -> str:
+    """What `swarm generate --json` prints: one answer, or {"choices": [...]} for several."""
+    shown = [_completion(answer) for answer in answers]
+    return json.dumps(shown[0] if len(shown) == 1 else {"choices": shown}, ensure_ascii=False)
+
+
+def _completion(completion: Completion) -> dict[str, Any]:
+    shown = {
+        "text": completion.text,
+        "token_ids": list(completion.token_ids),
+        "finish_reason": completion.finish_reason,
+        "usage": asdict(completion.usage),
+        "timing": asdict(completion.timing),
+        "hops": hops_json(completion.hops),
+        "repairs": len(completion.repairs),
+        "seed": completion.seed,
+        "model": completion.model,
+        "notes": list(completion.notes),
+    }
+    if completion.logprobs is not None:
+        shown["logprobs"] = [asdict(one) for one in completion.logprobs]
+    return shown
 
 
 def hops_json(hops: Sequence[ServedBy]) -> list[dict[str, Any]]:

@@ -13,6 +13,7 @@
     ├── CapacityError            memory or disk is too small; nothing was allocated
     │   └── CacheFull            a KV reservation is exhausted; KV unchanged
     ├── OutOfStep                a step starts beyond the KV's length; KV unchanged
+    ├── CannotRewind             a step starts before what attention windows have kept; KV unchanged
     ├── StepFailed               this peer couldn't finish one session's step; the others are unaffected
     ├── EngineStopped            this peer's engine takes no more steps
     ├── Unreachable              nobody answers at an address
@@ -114,6 +115,17 @@ class OutOfStep(SwarmError):
     def __init__(self, position: int, length: int) -> None:
         self.position, self.length = position, length
         super().__init__(f"a step at position {position} would leave a hole: the KV holds {length}")
+
+
+class CannotRewind(SwarmError):
+    """`oldest`: a step may start there or later, or at 0."""
+
+    def __init__(self, position: int, oldest: int) -> None:
+        self.position, self.oldest = position, oldest
+        super().__init__(
+            f"a step at position {position} attends to what this model's windows have let go: it may start at "
+            f"{oldest} or later, or at 0 with everything computed again"
+        )
 
 
 class StepFailed(SwarmError):

@@ -45,8 +45,12 @@ class Limits:
     max_streams: int = 4096  # a stream costs about 1 KiB; a busy peer has some hundred sessions
     held_bytes: int = 256 << 20  # received and not yet taken, over all streams: no peer may fill the memory
     handshake_s: float = 5.0  # three messages; slow links take under one second
+    handshake_bytes: int = 2 << 10  # all of it takes 700
     ping_every_s: float = 5.0
     dead_after_s: float = 15.0  # without a byte, although pinged
+    record_s: float = 15.0  # for one record to arrive once it has begun: 4 KB a second
+    slowest_bytes_per_s: int = 1 << 10  # of a message that is on its way; slower counts as standing still
+    stalled_s: float = 60.0  # standing still; a bulk message may wait that long for more urgent ones
 
 
 DEFAULT_LIMITS = Limits()
@@ -121,6 +125,9 @@ class StreamState:
         self.wants_writable = False
         self.we_ended = self.they_ended = False
         self.held = 0  # bytes received and not yet taken
+        self.moved_in = self.moved_out = 0  # bytes of unfinished messages since the last look
+        self.was_waiting = False  # something was to be sent at the last look
+        self.still_in = self.still_out = 0  # looks in a row at which too little had moved
         self.parts: bytearray | None = None  # of the message that is arriving in parts
         self.parts_priority = 0
         self.parts_cost = 0
@@ -139,6 +146,17 @@ class StreamState:
         least = first.left if first.priority == 0 else min(first.left, 1024)
         return size if size >= least else None
 
+    def look(self, least: int) -> None:
+        """Has a message that is on its way moved by `least` bytes since the last look? Called every few seconds.
+
+        Its other side may be one that sends a byte a second to keep our memory, or that takes nothing.
+        """
+        self.still_in = self.still_in + 1 if self.parts is not None and self.moved_in < least else 0
+        slow = bool(self.queue) and self.was_waiting and self.moved_out < least
+        self.still_out = self.still_out + 1 if slow else 0
+        self.was_waiting = bool(self.queue)
+        self.moved_in = self.moved_out = 0
+
     def check_head(self) -> None:
         """Refuse the message as soon as its map is here, before its tensors are. Raises MessageError."""
         assert self.head is not None
@@ -152,6 +170,7 @@ class StreamState:
     def assemble(self, part: memoryview, last: bool) -> tuple[dict[str, Any], dict[str, RawTensor]] | None:
         """Add a part; the message's map and tensors if it was the last. Raises MessageError."""
         data: bytearray | memoryview = part
+        self.moved_in += len(part)
         if self.parts is not None:
             self.parts += part
             data = self.parts

@@ -20,7 +20,7 @@ from routing.spans import Hop
 from swarm.errors import GenerationFailed, PeerFailed, SwarmError
 from swarm.identity import PeerId
 from swarm.link import Stream
-from swarm.messages import NOTHING_SPENT, Message
+from swarm.messages import NOTHING_SPENT, Likelihoods, Message
 from swarm.node import Node
 from swarm.race import race
 from swarm.session import (
@@ -85,8 +85,33 @@ class RepairEvent:
 
 
 @dataclass(frozen=True, slots=True)
+class Alternative:
+    """A token that could have been chosen. logprob: the natural logarithm of its probability."""
+
+    id: int
+    text: str
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """How likely the model found a token of the answer, and which it found likeliest, the likeliest first.
+
+    By its own distribution: before any bias, penalty, temperature or filter.
+    """
+
+    id: int
+    text: str
+    logprob: float
+    top: tuple[Alternative, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Completion:
-    """A finished generation. token_ids includes the end-of-text id where one was generated."""
+    """A finished generation. token_ids includes the end-of-text id where one was generated.
+
+    logprobs: one for each of token_ids if they were asked for, else None.
+    """
 
     text: str
     token_ids: tuple[int, ...]
@@ -98,15 +123,18 @@ class Completion:
     seed: int
     model: str
     notes: tuple[str, ...]
+    logprobs: tuple[TokenLogprob, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Text that is certain now, and the ids that brought it. `final` is set on the last piece only."""
+    """Text that is certain now, and the ids that brought it, with their logprobs if these were asked for.
+    `final` is set on the last piece only."""
 
     text: str
     token_ids: tuple[int, ...] = ()
     final: Completion | None = None
+    logprobs: tuple[TokenLogprob, ...] | None = None
 
 
 class _HopChannel:
@@ -298,6 +326,7 @@ class Opening:
 
     driver: SessionDriver
     text: IncrementalText
+    spell: Callable[[int], str]  # one token's text
     prompt_tokens: int
     model: str
     seed: int
@@ -399,6 +428,7 @@ class _Progress:
         self._driver = opening.driver
         self._ids: list[int] = []
         self._unshown: list[int] = []
+        self._logprobs: list[TokenLogprob] = []  # of all ids, or of none
         self._texts: list[str] = []
         self._first_s = self._last_s = opening.started
         self._finish: str | None = None
@@ -429,6 +459,7 @@ class _Progress:
         self._last_s = now
         self._ids += grew.ids
         self._unshown += grew.ids
+        self._logprobs += map(self._logprob, grew.ids, grew.likelihoods)
         text = self._opening.text.push(grew.ids)
         self._driver.read(grew.first_position + len(grew.ids))
         if self._opening.text.stopped:
@@ -441,7 +472,16 @@ class _Progress:
     def _piece(self, text: str, final: Completion | None = None) -> Piece:
         ids, self._unshown = tuple(self._unshown), []
         self._texts.append(text)
-        return Piece(text, ids, final)
+        return Piece(text, ids, final, self._logprobs_of_last(len(ids)))
+
+    def _logprob(self, token: int, said: Likelihoods) -> TokenLogprob:
+        spell = self._opening.spell
+        top = tuple(Alternative(other, spell(other), logprob) for other, logprob in said.top)
+        return TokenLogprob(token, spell(token), said.chosen, top)
+
+    def _logprobs_of_last(self, count: int) -> tuple[TokenLogprob, ...] | None:
+        start = len(self._logprobs) - count
+        return tuple(self._logprobs[start:]) if self._logprobs and count else None
 
     def _last_piece(self, text: str, finish: str) -> Piece:
         self._texts.append(text)
@@ -462,6 +502,7 @@ class _Progress:
             seed=opening.seed,
             model=opening.model,
             notes=opening.notes,
+            logprobs=tuple(self._logprobs) or None,
         )
 
     def _timing(self) -> Timing:

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("swarm.link")
 
 WRITE_HIGH_WATER = 64 << 10  # one record
+TAKES_NOTHING_S = 30.0  # for the 64 to 128 KiB in the socket: 4 KB a second is the slowest that anybody can use
+LAST_WORD_S = 5.0  # for what is in the socket when a connection is closed
 RECORDS_PER_TURN = 16  # then the loop gets its turn: a bulk transfer can't hog it
 # The same for what comes in. One read brings up to 256 KiB, and that much of the smallest records takes 150 ms:
 # a slice is at most 170 of them, some milliseconds' work.
@@ -190,7 +192,8 @@ class Link(asyncio.Protocol):
         self.gone = asyncio.Event()  # the socket is closed too
         self.idle_since: float | None = None  # of a duplicate
         self._transport: asyncio.Transport | None = None
-        self._paused = False
+        self._paused = self._given_up = False
+        self._stalled: asyncio.TimerHandle | None = None  # runs while the socket takes nothing, or won't close
         self._unread = memoryview(b"")  # has come, and the core doesn't have it yet
         self._transmitting = self._again = False
         self._timer: asyncio.TimerHandle | None = None
@@ -256,11 +259,11 @@ class Link(asyncio.Protocol):
         self._transport = transport
         peername = transport.get_extra_info("peername") or ("", 0)
         self.remote = (str(peername[0]), int(peername[1]))
-        transport.set_write_buffer_limits(high=WRITE_HIGH_WATER, low=0)
-        self.owner.tune(transport.get_extra_info("socket"))
-        if not self.dialled and not self.owner.accept(self):
+        if self._given_up:
             transport.abort()
             return
+        transport.set_write_buffer_limits(high=WRITE_HIGH_WATER, low=0)
+        self.owner.tune(transport.get_extra_info("socket"))
         self.transmit()
 
     def data_received(self, data: bytes) -> None:
@@ -273,6 +276,7 @@ class Link(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
+        self._watch(None)
         reason = (exc.strerror or str(exc)).lower() if isinstance(exc, OSError) else str(exc or "")
         self.connection.lost(reason or "the other side closed it")
         self.transmit()
@@ -281,10 +285,25 @@ class Link(asyncio.Protocol):
 
     def pause_writing(self) -> None:
         self._paused = True
+        self._watch(TAKES_NOTHING_S)
 
     def resume_writing(self) -> None:
         self._paused = False
+        self._watch(None)
         self.transmit()
+
+    def _watch(self, patience_s: float | None) -> None:
+        """Give up the socket in `patience_s`, None: not at all."""
+        if self._stalled is not None:
+            self._stalled.cancel()
+            self._stalled = None
+        if patience_s is not None:
+            self._stalled = self.loop.call_later(patience_s, self._takes_nothing)
+
+    def _takes_nothing(self) -> None:
+        self.connection.lost(f"the other side took nothing for {TAKES_NOTHING_S:g} s")
+        self.transmit()
+        self.abort()
 
     # ---- inside
 
@@ -321,6 +340,7 @@ class Link(asyncio.Protocol):
         if self.connection.closed and self._transport is not None and not self._transport.is_closing():
             self._transport.write(self.connection.data_to_send())
             self._transport.close()
+            self._watch(LAST_WORD_S)  # asyncio waits for ever for somebody to read it
 
     def _handle_events(self) -> None:
         while events := self.connection.events():
@@ -410,6 +430,7 @@ class Link(asyncio.Protocol):
 
     def abort(self) -> None:
         """Drop the socket, or give up waiting for one."""
+        self._given_up = True
         if self._transport is not None:
             self._transport.abort()
         else:

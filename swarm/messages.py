@@ -18,14 +18,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar, dataclass_transform
 
 from routing.spans import Span
 from swarm.errors import MessageError
 from swarm.identity import PeerId, key_bytes, peer_id
-from swarm.tensors import RawTensor
+from swarm.tensors import RawTensor, floats_tensor, ids_tensor, read_floats, read_ids
 
 MAX_POSITION = 1 << 24   # longer than any context; keeps sums far from 2**63
 MAX_EPOCH = 1 << 32
@@ -33,6 +33,11 @@ MAX_LAYERS = 1 << 12
 MAX_STOP_IDS = 256       # generation configs list a handful
 MAX_RECORD_BYTES = 1024  # descriptor and heartbeat together (protocol.md)
 MAX_TEXT = 512           # reasons and names, for people
+MAX_LOGPROBS = 20        # likeliest ids per token, as the field's own interface has it
+MAX_BIASED = 1024        # ids with a logit bias
+MAX_BIAS = 100.0         # enough to force or forbid an id
+MIN_REPETITION, MAX_REPETITION = 0.01, 100.0
+MAX_PENALTY = 100.0
 
 Wire = Any  # what msgpack can hold; never leaves this module and wire.py
 
@@ -262,12 +267,24 @@ class HopRef:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How the last hop turns logits into an id. temperature 0 is greedy; top_k 0 and top_p 1 are off."""
+    """How the last hop turns logits into an id. temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 are off.
+
+    Penalties look at the ids so far: repetition (1 is off) at all, presence and frequency (0 is off) at those
+    from position `answer_from` on. logprobs: report the chosen id's and so many of the likeliest; None: none.
+    logit_bias: (id, what is added to its logit); it travels as tensors of `Resume`.
+    """
 
     temperature: float = of(number(0.0, 100.0), default=0.0)
     top_k: int = of(integer(0, MAX_POSITION), default=0)
     top_p: float = of(number(0.0, 1.0), default=1.0)
+    min_p: float = of(number(0.0, 1.0), default=0.0)
+    repetition_penalty: float = of(number(MIN_REPETITION, MAX_REPETITION), default=1.0)
+    presence_penalty: float = of(number(-MAX_PENALTY, MAX_PENALTY), default=0.0)
+    frequency_penalty: float = of(number(-MAX_PENALTY, MAX_PENALTY), default=0.0)
+    answer_from: int = of(position, default=0)
+    logprobs: int | None = of(optional(integer(0, MAX_LOGPROBS)), default=None)
     seed: int = of(integer(0, (1 << 63) - 1), default=0)
+    logit_bias: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -340,10 +357,10 @@ class Resume(Message):
 
     resume_at: r of protocol.md. ids (first and last hop): the client's ids from `ids_from` on,
     int32 [n]. credit: first position that may not be sampled yet. limit: generation ends before
-    this position. sampling and stop_ids: last hop.
+    this position. sampling and stop_ids: last hop. bias_ids, bias: its `logit_bias`, int32 and float32 [n].
     """
 
-    TENSORS: ClassVar[tuple[str, ...]] = ("ids",)
+    TENSORS: ClassVar[tuple[str, ...]] = ("ids", "bias_ids", "bias")
     epoch: int = of(epoch)
     have: int = of(position)
     next_has: int = of(position)
@@ -354,6 +371,28 @@ class Resume(Message):
     stop_ids: tuple[int, ...] = of(list_of(position, MAX_STOP_IDS), default=())
     sampling: Sampling | None = of(optional(nested(Sampling)), default=None)
     ids: RawTensor | None = None
+    bias_ids: RawTensor | None = None
+    bias: RawTensor | None = None
+
+    def complete_sampling(self) -> Sampling:
+        """`sampling` with its logit_bias. Raises MessageError for one that can't be."""
+        sampling = self.sampling or Sampling()
+        if self.bias_ids is None or self.bias is None:
+            return sampling
+        ids, bias = read_ids(self.bias_ids), read_floats(self.bias)
+        if len(ids) != len(bias) or len(ids) > MAX_BIASED:
+            raise MessageError(f"{len(bias)} biases of {len(ids)} ids; of at most {MAX_BIASED} ids each has one")
+        if not all(abs(value) <= MAX_BIAS for value in bias):  # not a number fails too
+            raise MessageError(f"a logit bias lies between -{MAX_BIAS:g} and {MAX_BIAS:g}")
+        return dataclasses.replace(sampling, logit_bias=tuple(zip(ids, bias, strict=True)))
+
+
+def bias_tensors(sampling: Sampling) -> tuple[RawTensor | None, RawTensor | None]:
+    """Its logit_bias as `Resume` carries it: bias_ids and bias, nothing for none."""
+    if not sampling.logit_bias:
+        return None, None
+    ids, bias = zip(*sampling.logit_bias, strict=True)
+    return ids_tensor(ids), floats_tensor(bias)
 
 
 @message("credit")
@@ -494,20 +533,59 @@ class Step(NamedTensors):
     spent: Spent = of(nested(Spent), default=NOTHING_SPENT)
 
 
+@dataclass(frozen=True, slots=True)
+class Likelihoods:
+    """Natural logarithms of probabilities, by the model's own distribution: before any bias, penalty, temperature
+    or filter. chosen: of the id that was drawn. top: (id, logprob) of the likeliest, the likeliest first."""
+
+    chosen: float
+    top: tuple[tuple[int, float], ...]
+
+
 @message("tokens")
 class Tokens(Message):
-    """ids for positions from `first_position` on. finish: set with the last id of the generation."""
+    """ids for positions from `first_position` on. finish: set with the last id of the generation.
 
-    TENSORS: ClassVar[tuple[str, ...]] = ("ids",)
+    Where they were asked for, in one run for all ids: logprobs, float32 [n + n * k], of each chosen id and then of
+    the k likeliest, and top_ids, int32 [n * k], which these are.
+    """
+
+    TENSORS: ClassVar[tuple[str, ...]] = ("ids", "logprobs", "top_ids")
     epoch: int = of(epoch)
     first_position: int = of(position)
     finish: str | None = of(optional(one_of("stop", "length")), default=None)
     ids: RawTensor | None = None
     spent: Spent = of(nested(Spent), default=NOTHING_SPENT)
+    logprobs: RawTensor | None = None
+    top_ids: RawTensor | None = None
 
     def check(self) -> None:
         if self.ids is None or self.ids.dtype != "int32" or len(self.ids.shape) != 1:
             raise MessageError("Tokens needs ids, int32 [n]")
+
+    def likelihoods(self) -> tuple[Likelihoods, ...]:
+        """One for each id, or none at all. Raises MessageError."""
+        if self.ids is None or self.logprobs is None or self.top_ids is None:
+            return ()
+        count, values, ids = self.ids.shape[0], read_floats(self.logprobs), read_ids(self.top_ids)
+        wide = len(ids) // max(count, 1)
+        if wide > MAX_LOGPROBS or (len(ids), len(values)) != (count * wide, count * (1 + wide)):
+            raise MessageError(f"{len(values)} logprobs and {len(ids)} likeliest ids don't go with {count} ids")
+        if not all(value <= 0.0 for value in values):  # not a number fails too
+            raise MessageError("a logprob is at most 0")
+        rows = []
+        for row in range(count):
+            chosen, *top = values[row * (1 + wide) : (row + 1) * (1 + wide)]
+            rows.append(Likelihoods(chosen, tuple(zip(ids[row * wide : (row + 1) * wide], top, strict=True))))
+        return tuple(rows)
+
+
+def likelihood_tensors(rows: Sequence[Likelihoods]) -> dict[str, RawTensor]:
+    """As `Tokens` carries them: nothing for no rows. Every row has equally many."""
+    if not rows:
+        return {}
+    values = [value for row in rows for value in (row.chosen, *(logprob for _, logprob in row.top))]
+    return {"logprobs": floats_tensor(values), "top_ids": ids_tensor([i for row in rows for i, _ in row.top])}
 
 
 # ---------------------------------------------------------------- questions to any peer
@@ -550,6 +628,9 @@ RECORD_ID_BYTES = 8    # first bytes of a head's SHA-256: one wrong pair in 2**3
 MAX_IDS = 1000         # per list; two lists of 8-byte identifiers just fit a message
 MAX_TOLD = 128         # records in one delta; its 16 KiB are full long before
 MAX_BUCKETS = 512      # of a digest, 8 bytes each
+MAX_MODELS_WANTED = 16  # that one client follows on one stream
+MAX_MODELS_TOLD = 100  # in one list; its 16 KiB hold so many with one long name each
+MAX_NAMES_TOLD = 4     # of one model
 
 
 def packed(size: int, most: int) -> Codec:
@@ -601,9 +682,44 @@ class GossipHello(Message):
 
 @message("subscribe")
 class Subscribe(Message):
-    """A client asks for a snapshot and then for what changes, of one model or of all."""
+    """A client wants to hear of these models (by fingerprint), or with None of all. Said again it replaces what
+    it said before. snapshot: first tell all of what is new in it, in Deltas up to `complete`."""
 
-    fingerprint: bytes | None = of(optional(digest), default=None)
+    only: tuple[bytes, ...] | None = of(optional(list_of(digest, MAX_MODELS_WANTED)), default=None)
+    snapshot: bool = of(flag, default=True)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSeen:
+    """A model that is alive: its fingerprint, the names under which it is served (the commonest first), and by
+    how many peers."""
+
+    fingerprint: bytes
+    names: tuple[str, ...]
+    peers: int
+
+
+def _write_model(model: ModelSeen) -> Wire:
+    return [model.fingerprint, model.peers, *model.names]
+
+
+def _read_model(value: Wire) -> ModelSeen:
+    good = isinstance(value, list) and 3 <= len(value) <= 2 + MAX_NAMES_TOLD
+    _check(good, "a fingerprint, a number of peers and names", value)
+    names = tuple(_model_name.read(one) for one in value[2:])
+    return ModelSeen(digest.read(value[0]), names, _peer_count.read(value[1]))
+
+
+_model_name = text(128)
+_peer_count = integer(0, 1 << 20)
+
+
+@message("model-list")
+class ModelList(Message):
+    """Which models are alive, the one with most peers first: a subscriber's answer, and told again when it
+    changes. So a client can name the one it wants before it hears of any peer."""
+
+    models: tuple[ModelSeen, ...] = of(list_of(Codec(_write_model, _read_model), MAX_MODELS_TOLD))
 
 
 @message("offer")

@@ -8,18 +8,26 @@ it asks for the next message when the last one is on its way.
 from __future__ import annotations
 
 import enum
+from collections import deque
 from dataclasses import dataclass, field
 
+from swarm.budget import SLICE, Share
+from swarm.digests import Models
 from swarm.errors import MessageError
 from swarm.identity import PeerId
-from swarm.messages import MAX_IDS, MAX_TOLD, Ask, Delta, Digest, Message, Offer, Told
+from swarm.messages import MAX_IDS, MAX_TOLD, Ask, Delta, Digest, Message, ModelList, Offer, Told
 from swarm.table import Held, Table
 
 BATCH_S = 1.0  # renewals wait this long for company; changes don't wait
 MAX_DELTA_BYTES = 15 * 1024  # of a message's 16 KiB; the rest is its frame
-TOLD_OVERHEAD_BYTES = 48  # keys, lengths and the age around one record
+TOLD_OVERHEAD_BYTES = 16  # lengths and the age around one record
 MAX_OWED = 4 * MAX_IDS  # heads that a neighbour has asked for and not yet taken
-DIGEST_BUCKETS = 64  # 512 bytes; at 10,000 peers a difference costs 160 identifiers
+DIGEST_BUCKETS = 64  # 512 bytes
+DIGEST_BUCKETS_LARGE = 256  # 2 kB; at 10,000 peers a difference costs 40 identifiers
+LARGE = 2000  # peers
+MAX_OBJECTIONS = 256  # owed to one neighbour, and remembered as said
+OBJECT_AGAIN_S = 5.0  # to the same telling of the same neighbour: the first may have crossed it
+MAX_SNAPSHOTS = 64  # that one neighbour asks for on one stream: one for each model that a client turns to
 
 
 class Kind(enum.Enum):
@@ -30,25 +38,35 @@ class Kind(enum.Enum):
 
 @dataclass
 class Neighbour:
-    """One stream. key: the shell's name for it. greeted: the first message has been exchanged.
-    visitor: may have a snapshot but no place."""
+    """One stream. key: the shell's name for it. share: of the work that we do for others. greeted: the first
+    message has been exchanged. visitor: may have a snapshot but no place. only: models that it wants to hear
+    of, or None. snapshots_owed: that we asked it for; snapshot_only: models of the last of them."""
 
     key: int
     peer: PeerId
     kind: Kind
     opened_here: bool
     since: float
+    share: Share
+    group: str | None = None
     greeting: Message | None = None
     greeted: bool = False
     visitor: bool = False
-    fingerprint: bytes | None = None
+    only: Models | None = None
+    models: ModelList | None = None
     digest: Digest | None = None
+    snapshots_owed: int = 0
+    snapshot_records: int = 0
+    snapshot_only: Models | None = None
     digest_heard_at: dict[bool, float] = field(default_factory=dict)
     offers_due: float | None = None
     _offers: dict[PeerId, bool] = field(default_factory=dict)  # -> it is more than a renewal
     _asks: dict[bytes, bool] = field(default_factory=dict)  # -> with the descriptor
     _answers: dict[bytes, bool] = field(default_factory=dict)  # -> with the descriptor
-    _snapshot: list[PeerId] | None = None
+    _objections: dict[PeerId, None] = field(default_factory=dict)
+    _objected: dict[PeerId, float] = field(default_factory=dict)  # -> when
+    _snapshots: deque[list[PeerId]] = field(default_factory=deque)
+    _snapshots_told: int = 0
 
     def offer(self, peer: PeerId, change: bool, now: float) -> None:
         self._offers[peer] = change or self._offers.get(peer, False)
@@ -58,45 +76,88 @@ class Neighbour:
     def ask(self, identifier: bytes, full: bool) -> None:
         self._asks[identifier] = full
 
+    def unask(self, identifier: bytes) -> bool:
+        """Take an ask back; False if it has gone out."""
+        return self._asks.pop(identifier, None) is not None
+
     def answer(self, identifier: bytes, full: bool) -> None:
         """Raises MessageError when the neighbour asks for more than it takes."""
         if len(self._answers) >= MAX_OWED and identifier not in self._answers:
             raise MessageError(f"asks for more than {MAX_OWED} records without taking them")
         self._answers[identifier] = full or self._answers.get(identifier, False)
 
-    def tell_all(self, peers: list[PeerId]) -> None:
-        self._snapshot = peers
+    def object(self, peer: PeerId, now: float) -> None:
+        """It told of somebody who has ended. Said once in a while, and never queued without end."""
+        if now - self._objected.get(peer, -OBJECT_AGAIN_S) >= OBJECT_AGAIN_S:
+            self._objected.pop(peer, None)
+            self._objected[peer] = now
+            self._objections[peer] = None
+            for full in (self._objected, self._objections):
+                if len(full) > MAX_OBJECTIONS:
+                    del full[next(iter(full))]
 
-    @property
-    def telling_all(self) -> bool:
-        return self._snapshot is not None
+    def tell_all(self, peers: list[PeerId]) -> None:
+        """Raises MessageError when the neighbour asks for that too often."""
+        self._snapshots_told += 1
+        if self._snapshots_told > MAX_SNAPSHOTS:
+            raise MessageError(f"asks for more than {MAX_SNAPSHOTS} snapshots")
+        self._snapshots.append(peers)
 
     def has_message(self, now: float) -> bool:
         """Whether `next_message` is worth a call."""
         offers = self.offers_due is not None and self.offers_due <= now
-        owed = self.greeting or self._asks or self._answers or self.digest or self.telling_all
-        return offers or bool(owed) or (self.visitor and self.greeted)
+        owed = self.greeting or self._answers or self._objections or self.models or self.digest or self._snapshots
+        return offers or self._may_ask(now) or bool(owed) or (self.visitor and self.greeted)
+
+    def due_at(self) -> float | None:
+        """When there will be something to say that has to wait until then."""
+        times = [self.offers_due, self.share.ready_at if self._asks else None]
+        return min((at for at in times if at is not None), default=None)
 
     def next_message(self, table: Table, now: float) -> Message | None:
         """What goes out next, or None. At most 16 KiB."""
         if self.greeting is not None:
             greeting, self.greeting = self.greeting, None
             return greeting
-        if self._asks:
-            return self._next_ask()
         return (
-            self._next_answer(table, now)
+            self._next_ask(now)
+            or self._next_objection(table, now)
+            or self._next_answer(table, now)
             or self._next_offer(table, now)
+            or self._next_models()
             or self._next_digest()
             or self._next_of_all(table, now)
         )
 
-    def _next_ask(self) -> Ask:
-        taken = [(one, self._asks.pop(one)) for one in list(self._asks)[:MAX_IDS]]
-        return Ask(
-            heads=tuple(one for one, full in taken if not full),
-            full=tuple(one for one, full in taken if full),
-        )
+    def _may_ask(self, now: float) -> bool:
+        """Whether there is something to ask for, and enough may be verified to make it worth a message."""
+        return bool(self._asks) and self.share.room(now) >= min(SLICE, 2 * len(self._asks))
+
+    def _next_ask(self, now: float) -> Ask | None:
+        """As much as may be verified: the rest waits here."""
+        if not self._may_ask(now):
+            return None
+        room = self.share.room(now)
+        heads: list[bytes] = []
+        full: list[bytes] = []
+        while self._asks and len(heads) + len(full) < MAX_IDS:
+            identifier = next(iter(self._asks))
+            cost = 2 if self._asks[identifier] else 1
+            if cost > room or not self.share.take(cost, now):
+                break
+            room -= cost
+            (full if self._asks.pop(identifier) else heads).append(identifier)
+        return Ask(tuple(heads), tuple(full)) if heads or full else None
+
+    def _next_objection(self, table: Table, now: float) -> Delta | None:
+        packed = _Packer()
+        while self._objections and packed.room:
+            peer = next(iter(self._objections))
+            del self._objections[peer]
+            told = table.objection(peer, now)
+            if told is not None:
+                packed.add(told)
+        return Delta(tuple(packed.records)) if packed.records else None
 
     def _next_answer(self, table: Table, now: float) -> Delta | None:
         packed = _Packer()
@@ -111,29 +172,37 @@ class Neighbour:
     def _next_offer(self, table: Table, now: float) -> Offer | None:
         if self.offers_due is None or self.offers_due > now:
             return None
-        taken = [(one, self._offers.pop(one)) for one in list(self._offers)[: MAX_IDS // 2]]
+        renewals: list[bytes] = []
+        changes: list[bytes] = []
+        while self._offers and len(renewals) + len(changes) < MAX_IDS:
+            peer = next(iter(self._offers))
+            change = self._offers.pop(peer)
+            held = _alive(table, peer, now)
+            if held is not None:
+                (changes if change else renewals).append(held.head_id)
         self.offers_due = now if self._offers else None
-        found = [(_alive(table, one, now), change) for one, change in taken]
-        renewals = tuple(held.head_id for held, change in found if held is not None and not change)
-        changes = tuple(held.head_id for held, change in found if held is not None and change)
-        return Offer(renewals, changes) if renewals or changes else None
+        return Offer(tuple(renewals), tuple(changes)) if renewals or changes else None
+
+    def _next_models(self) -> ModelList | None:
+        models, self.models = self.models, None
+        return models
 
     def _next_digest(self) -> Digest | None:
         digest, self.digest = self.digest, None
         return digest
 
     def _next_of_all(self, table: Table, now: float) -> Delta | None:
-        if self._snapshot is None:
+        if not self._snapshots:
             return None
         packed = _Packer()
-        while self._snapshot and packed.room:
-            held = _alive(table, self._snapshot.pop(), now)
+        peers = self._snapshots[0]
+        while peers and packed.room:
+            held = _alive(table, peers.pop(), now)
             if held is not None:
                 packed.add(table.told(held, now, full=True))
-        complete = not self._snapshot
-        if complete:
-            self._snapshot = None
-        return Delta(tuple(packed.records), complete)
+        if not peers:
+            self._snapshots.popleft()
+        return Delta(tuple(packed.records), complete=not peers)
 
 
 class _Packer:

@@ -98,7 +98,7 @@ class _Channel:
 
 class Node:
     """state: where peers are remembered between runs, None for nowhere. peer_dir: a peer's own locked
-    directory, whose seq is kept there. fingerprint: the one model that a client wants to hear of.
+    directory, whose seq is kept there. only: the models (fingerprints) that a client hears of, None for all.
     lan: where to find others without an address; a peer listens there for as long as it lives."""
 
     def __init__(
@@ -108,7 +108,7 @@ class Node:
         role: Literal["peer", "client"],
         state: StateDir | None = None,
         peer_dir: PeerDir | None = None,
-        fingerprint: bytes | None = None,
+        only: Collection[bytes] | None = None,
         lan: Lan | None = None,
         rng: random.Random | None = None,
     ) -> None:
@@ -123,7 +123,7 @@ class Node:
             transport.identity if role == "peer" else None,
             now=clock(),
             rng=self._rng,
-            fingerprint=fingerprint,
+            only=only,
             first_seq=first_seq,
             unix_ms=int(time.time() * 1000),
         )

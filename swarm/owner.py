@@ -65,6 +65,10 @@ class Owner:
         self._outbid = False
         self._jumped_at = -math.inf
 
+    def set_wall(self, unix_ms: int, now: float) -> None:
+        """The wall clock shows this now; it may have been set meanwhile."""
+        self._wall_ms = unix_ms - int(now * 1000)
+
     @property
     def peer(self) -> PeerId:
         return self._identity.peer_id

@@ -1,17 +1,18 @@
 """CORE: every participant's copy of the live records, kept nearly equal by gossip.
 
 Theory of operation. `table.py` says what is true, `owner.py` says what we are, `neighbour.py` holds
-what is owed to whom, `circle.py` picks the neighbours; this ties them together.
+what is owed to whom, `circle.py` picks the neighbours, `budget.py` bounds the work that others can make;
+this ties them together.
 
     new head here --> Offer(id) to each neighbour that didn't offer it itself
                           changes at once, renewals in batches of a second
     Offer(id) ------> Ask(id) once, of whoever offered first; of the next one if no answer comes
     Ask(id) --------> Delta(record, age)
     now and then ---> Digest to one neighbour; where it differs, both sides offer what they have
-    newcomer -------> GossipHello(snapshot) or Subscribe: all in bulk, and then as above
+    newcomer -------> GossipHello(snapshot) or Subscribe: all in bulk from one, and the others' digests
 
-A client is a `Subscribe`r at up to three peers: it asks and takes, offers nothing, is told of one
-model or of all, and a peer that hears gossip from a client ends the stream.
+A client is a `Subscribe`r at up to three peers: it asks and takes, offers nothing, is told which models
+there are and then of those that it wants (`want`), and a peer that hears gossip from a client ends the stream.
 
 Invariants: those of `table.py`; a head crosses each stream at most once, but for repairs; what is
 kept per neighbour and in all is bounded; whoever sends what can't be true loses the stream
@@ -25,34 +26,55 @@ wakes it at `deadline`.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from swarm import circle
+from swarm.budget import Budget
 from swarm.circle import Circle, Drop, Reach, ReachAddress, Role
+from swarm.clocks import ClockOff, Clocks
+from swarm.digests import Models, check_buckets, differing
 from swarm.errors import MessageError
 from swarm.identity import Identity, PeerId
-from swarm.messages import Ask, Delta, Digest, GossipHello, Message, Offer, Subscribe, Told
-from swarm.neighbour import DIGEST_BUCKETS, Kind, Neighbour
+from swarm.listing import list_models, merged
+from swarm.messages import (
+    Ask,
+    Delta,
+    Digest,
+    GossipHello,
+    Message,
+    ModelList,
+    ModelSeen,
+    Offer,
+    Subscribe,
+    Told,
+)
+from swarm.neighbour import DIGEST_BUCKETS, DIGEST_BUCKETS_LARGE, LARGE, Kind, Neighbour
 from swarm.owner import Owner, heartbeat_interval_s
-from swarm.records import Descriptor, Load, Record, check_signature
-from swarm.table import Held, PeerEntry, Table, Verdict, differing, head_id, read_head
+from swarm.places import MAX_PEERS, group_of
+from swarm.records import Descriptor, Heartbeat, Load, Record, check_signature
+from swarm.table import Held, PeerEntry, Table, Verdict, head_id, read_head
 
-__all__ = ["Action", "Drop", "Kind", "PeerEntry", "Reach", "ReachAddress", "Registry"]
+__all__ = ["Action", "ClockOff", "Drop", "Kind", "PeerEntry", "Reach", "ReachAddress", "Registry"]
 __all__ += ["SecondInstance", "SnapshotComplete", "heartbeat_interval_s", "in_parts"]
 
 ASK_TIMEOUT_S = 2.0  # then the next one who offered it is asked
+MAX_TRIES = 6  # asks for one head, in turn of those who offered it
 MAX_ASKED = 8192  # heads asked for and not yet here; what doesn't fit is healed by digest
-MAX_OTHERS = 3  # who else offered the same, remembered
+MAX_OTHERS = 7  # who else offered the same, remembered
 PART_RECORDS = 16  # of a Delta at a time: two signatures each, 0.2 ms to verify one
 DIGEST_S = 10.0  # between reconciliations, with one neighbour each
-DIGEST_MIN_S = 0.5  # a neighbour that sends digests faster isn't answered: each costs O(peers)
+DIGEST_MIN_S = 0.5  # a neighbour that sends digests faster isn't answered: each may cost a list of all
+SNAPSHOT_STALL_S = 3.0  # without a part of the snapshot, before another neighbour is asked for it
+MODELS_S = 1.0  # between two lists of the models to subscribers
+VISITOR_RECORDS = 16  # for a client that there is no place for, so that it can go elsewhere
+CLOCK_CHECK_S = 30.0  # between looks at the own wall clock
 
 
 @dataclass(frozen=True)
 class SnapshotComplete:
-    """All that `key`'s peer had when it was asked has arrived."""
+    """All that is wanted has arrived, so whoever waits for it on the stream `key` need not any more."""
 
     key: int
 
@@ -64,7 +86,7 @@ class SecondInstance:
     age_s: float
 
 
-Action: TypeAlias = Reach | ReachAddress | Drop | SnapshotComplete | SecondInstance
+Action: TypeAlias = Reach | ReachAddress | Drop | SnapshotComplete | SecondInstance | ClockOff
 
 
 def in_parts(message: Message) -> Iterator[Message]:
@@ -82,17 +104,18 @@ def in_parts(message: Message) -> Iterator[Message]:
 
 @dataclass
 class _Asked:
-    """A head on its way here. others: neighbours that offered it too."""
+    """A head on its way here. others: neighbours that offered it too. tries: asks yet to come."""
 
     key: int
     until: float
     full: bool
     others: list[int]
+    tries: int
 
 
 class Registry:
     """identity: None for a client. first_seq: max(persisted + 1, unix ms). unix_ms: the wall clock
-    at `now`. fingerprint: the one model that a client wants to hear of, or None for all."""
+    at `now`. only: the models that a client wants to hear of at first (by fingerprint), or None for all."""
 
     def __init__(
         self,
@@ -100,24 +123,33 @@ class Registry:
         *,
         now: float,
         rng: random.Random,
-        fingerprint: bytes | None = None,
+        only: Collection[bytes] | None = None,
         first_seq: int = 1,
         unix_ms: int = 0,
         check: Callable[[Record, bytes], None] = check_signature,
     ) -> None:
         self.role: Role = "client" if identity is None else "peer"
-        self.table = Table(check)
+        self.table = Table(check, identity.peer_id if identity is not None else None)
         self.complete = False  # whether a snapshot has arrived
         self._check = check
         self._rng = rng
-        self._fingerprint = fingerprint
+        self._only = None if only is None else Models(only)
         self._owner = (
             Owner(identity, first_seq=first_seq, now=now, unix_ms=unix_ms) if identity is not None else None
         )
         self._circle = Circle(identity.peer_id if identity else None, self.role, rng, now)
+        self._budget = Budget(now)
+        self._clocks = Clocks()
+        self._clock_check_at = now
         self._neighbours: dict[int, Neighbour] = {}
+        self._gossips: frozenset[PeerId] = frozenset()  # the peers among them
         self._asked: dict[bytes, _Asked] = {}  # in the order of `until`
         self._actions: list[Action] = []
+        self._teller: int | None = None  # who tells the snapshot now
+        self._teller_heard_at = now
+        self._lists: dict[int, tuple[ModelSeen, ...]] = {}  # of a client's sources
+        self._models_told = 0
+        self._models_at = now
         self._digest_at = now + DIGEST_S * rng.uniform(0.2, 1.0)
         self._ticked_at = now
 
@@ -130,6 +162,10 @@ class Registry:
     def known(self, now: float, fingerprint: bytes | None = None) -> int:
         """Those alive and those that went missing within ten minutes."""
         return self.table.known(now, fingerprint)
+
+    def models(self) -> tuple[ModelSeen, ...]:
+        """Which models are alive: by the records held, or for a client by what its sources say."""
+        return merged(self._lists.values()) if self.role == "client" else list_models(self.table).models
 
     @property
     def seq(self) -> int:
@@ -149,6 +185,11 @@ class Registry:
     def alone(self) -> bool:
         """Whether nobody is there who could tell us anything."""
         return all(one.kind is Kind.SUBSCRIBER for one in self._neighbours.values())
+
+    @property
+    def clock_error_s(self) -> float:
+        """How far our wall clock is ahead of the neighbours', if far enough for a warning; else 0."""
+        return self._clocks.error_s
 
     # ------------------------------------------------------------ what we are
 
@@ -188,18 +229,39 @@ class Registry:
             if one.kind is not Kind.SOURCE:
                 one.answer(head_id(told.head), full=False)
 
+    def want(self, only: Collection[bytes] | None, now: float) -> None:
+        """From now on hear of these models, or of all. `complete` says when a snapshot of them is here."""
+        assert self.role == "client", "a peer hears of everything"
+        wanted = None if only is None else Models(only)
+        if wanted == self._only:
+            return
+        more = self._only is not None and (wanted is None or not wanted <= self._only)
+        self._only = wanted
+        for one in self._neighbours.values():
+            one.only = wanted
+            one.greeting = self._greeting(one, snapshot=False)
+        if more:
+            self.complete, self._teller = False, None
+            self._find_teller(now)
+
     # ------------------------------------------------------------ streams
 
-    def attach(self, key: int, peer: PeerId, kind: Kind, *, opened_here: bool, now: float) -> None:
-        """A stream to or from `peer` is open; `key` is the shell's own name for it."""
-        one = Neighbour(key, peer, kind, opened_here, since=now, greeted=opened_here)
-        if opened_here:
-            one.greeting = self._greeting(kind)
-            one.fingerprint = self._fingerprint
-            if kind is Kind.GOSSIP and self.complete and not self.alone:
-                one.digest = self._own_digest(one, now, answer=False)
-        one.visitor = not opened_here and self._full(kind)
+    def attach(
+        self, key: int, peer: PeerId, kind: Kind, *, opened_here: bool, now: float, host: str = ""
+    ) -> None:
+        """A stream to or from `peer` is open; `key` is the shell's own name for it. host: where it is."""
+        one = Neighbour(key, peer, kind, opened_here, now, self._budget.of_neighbour(now), greeted=opened_here)
+        one.group = group_of(host) if host else None
+        one.visitor = not opened_here and self._full(one)
         self._neighbours[key] = one
+        self._count_gossips()
+        if opened_here:
+            one.only = self._only
+            one.greeting = self._greeting(one, snapshot=False)
+            self._find_teller(now)
+            if self._teller != key and self.complete:
+                one.digest = self._own_digest(one, now, answer=False)
+                self._actions.append(SnapshotComplete(key))
         self._circle.reached(peer, peer)
 
     def detach(self, key: int, now: float) -> None:
@@ -207,6 +269,11 @@ class Registry:
         one = self._neighbours.pop(key, None)
         if one is None:
             return
+        self._count_gossips()
+        self._lists.pop(key, None)
+        if self._teller == key:
+            self._teller = None
+            self._find_teller(now)  # another one
         for identifier in [i for i, asked in self._asked.items() if asked.key == key]:
             self._ask_next(identifier, self._asked.pop(identifier), now)
         if one.kind is not Kind.SUBSCRIBER:
@@ -229,6 +296,8 @@ class Registry:
             self._on_offer(one, message, now)
         elif isinstance(message, Delta) and one.kind is not Kind.SUBSCRIBER:
             self._on_delta(one, message, now)
+        elif isinstance(message, ModelList) and one.kind is Kind.SOURCE:
+            self._lists[key] = message.models
         else:
             raise MessageError(f"{type(message).__name__} has no place on a stream where {one.kind.value}")
 
@@ -244,20 +313,31 @@ class Registry:
         """A `Reach` or `ReachAddress` failed; somebody else is tried."""
         self._circle.failed(target, now, self.alone)
         self._circle.hurry(now + (circle.RETRY_ALONE_S if self.alone else 0.0))
+        if isinstance(target, str) and self.table.places.is_contested(PeerId(target)):
+            self.table.evict(PeerId(target), now)  # it isn't where it says, and somebody else may be
+
+    def proved(self, peer: PeerId, host: str) -> None:
+        """A connection with `peer` stands, with its other end at `host`."""
+        self.table.places.proved(peer, host)
 
     # ------------------------------------------------------------ time and output
 
-    def tick(self, now: float) -> None:
-        """Everything that is due by `now`."""
+    def tick(self, now: float, unix_ms: int | None = None) -> None:
+        """Everything that is due by `now`. unix_ms: what the wall clock shows now, if somebody looked."""
         self._ticked_at = now
         owner = self._owner
+        if owner is not None and unix_ms is not None:
+            owner.set_wall(unix_ms, now)
+            self._look_at_clock(unix_ms, now)
         if owner is not None and owner.due is not None and owner.due <= now:
             self._spread_own(owner.renew(now, len(self.table)), now)
-        for peer in self.table.lapse(now):
-            self._keep_address(peer)
-            self._circle.hurry(now)
+        self._lapse(now)
         while self._asked and (first := next(iter(self._asked.items())))[1].until <= now:
             self._ask_next(first[0], self._asked.pop(first[0]), now)
+        if self._teller is not None and now - self._teller_heard_at >= SNAPSHOT_STALL_S:
+            self._find_teller(now, instead_of=self._teller)
+        if self._models_at <= now and self._models_told != self.table.models_version:
+            self._tell_models(now)
         if self._digest_at <= now:
             self._reconcile(now)
         self._actions += self._circle.choose(self._neighbours.values(), self.table, now)
@@ -266,17 +346,23 @@ class Registry:
     def deadline(self) -> float:
         """When `tick` or `next_message` has something to do again, if nothing happens before."""
         times = [self._circle.deadline, self._digest_at, self.table.next_lapse]
-        due = (one.offers_due for one in self._neighbours.values())
+        due = (one.due_at() for one in self._neighbours.values())
         times += [at for at in due if at is not None and at > self._ticked_at]  # else it waits for room
         if self._owner is not None:
             times.append(self._owner.due)
         if self._asked:
             times.append(next(iter(self._asked.values())).until)
+        if self._teller is not None:
+            times.append(self._teller_heard_at + SNAPSHOT_STALL_S)
+        if self._models_told != self.table.models_version:
+            times.append(self._models_at)
         return min(at for at in times if at is not None)
 
     def sendable(self, now: float) -> list[int]:
-        """The streams for which `next_message` has something."""
-        return [key for key, one in self._neighbours.items() if one.has_message(now)]
+        """The streams for which `next_message` has something, in an order of which nobody profits."""
+        found = [key for key, one in self._neighbours.items() if one.has_message(now)]
+        at = self._rng.randrange(len(found)) if len(found) > 1 else 0
+        return found[at:] + found[:at]
 
     def next_message(self, key: int, now: float) -> Message | None:
         """What to send to `key` now, or None. At most 16 KiB."""
@@ -305,17 +391,29 @@ class Registry:
     # ------------------------------------------------------------ messages
 
     def _on_greeting(self, one: Neighbour, message: GossipHello | Subscribe) -> None:
-        if one.greeted:
-            raise MessageError("greeted twice")
         if isinstance(message, Subscribe) != (one.kind is Kind.SUBSCRIBER):
             raise MessageError(f"{type(message).__name__} on a stream where {one.kind.value}")
-        one.greeted = True
         if isinstance(message, Subscribe):
-            one.fingerprint = message.fingerprint
-            if one.visitor:
-                return
-        if isinstance(message, Subscribe) or message.snapshot or one.visitor:
-            one.tell_all([held.peer for held in self.table.held(one.fingerprint)])
+            self._on_subscribe(one, message)
+        elif one.opened_here or (one.greeted and not message.snapshot):
+            raise MessageError("greeted twice")
+        elif message.snapshot or one.visitor:
+            one.tell_all([held.peer for held in self.table.held()])
+        one.greeted = True
+
+    def _on_subscribe(self, one: Neighbour, message: Subscribe) -> None:
+        """One that wants more than before is told all of what is new to it."""
+        before = one.only if one.greeted else Models()
+        one.only = None if message.only is None else Models(message.only)
+        one.models = list_models(self.table)
+        if not message.snapshot:
+            return
+        if one.visitor:
+            there = [held.peer for held in self.table.held()]
+            one.tell_all(self._rng.sample(there, min(VISITOR_RECORDS, len(there))))
+        else:
+            new = one.only if before is None or one.only is None else one.only - before
+            one.tell_all([held.peer for held in self.table.held(new)])
 
     def _on_ask(self, one: Neighbour, message: Ask) -> None:
         for identifier in message.heads:
@@ -330,38 +428,62 @@ class Registry:
 
     def _hear_of(self, one: Neighbour, identifier: bytes, full: bool, now: float) -> None:
         """Ask for it, unless it is here or on its way."""
-        if self.table.knows(identifier):
+        if self.table.knows(identifier, now):
+            if self.table.has_ended(identifier):
+                self._object(one, identifier, now)
             return
         asked = self._asked.get(identifier)
         if asked is None:
-            self._ask(one, identifier, full, [], now)
+            self._ask(one, identifier, _Asked(one.key, 0.0, full, [], MAX_TRIES), now)
         elif one.key != asked.key and one.key not in asked.others and len(asked.others) < MAX_OTHERS:
             asked.others.append(one.key)
 
     def _on_delta(self, one: Neighbour, message: Delta, now: float) -> None:
+        if one.key == self._teller:
+            self._teller_heard_at = now
         for told in message.records:
             self._hear(one, told, now)
-        if message.complete:
-            self.complete = True
-            self._actions.append(SnapshotComplete(one.key))
-            self._circle.hurry(now)
-            if one.kind is Kind.GOSSIP:
-                one.digest = self._own_digest(one, now, answer=False)
+        if message.complete and one.snapshots_owed:
+            one.snapshots_owed -= 1
+            if not one.snapshots_owed and one.snapshot_only == self._only:
+                self._completed(one, now)
 
     def _hear(self, one: Neighbour, told: Told, now: float) -> None:
-        head = read_head(told.head)
         identifier = head_id(told.head)
         asked = self._asked.pop(identifier, None)
+        if asked is not None and asked.key != one.key and asked.key in self._neighbours:
+            self._neighbours[asked.key].unask(identifier)
+        if self.table.knows(identifier, now) or not self._is_paid(one, told, asked, now):
+            return
+        head = read_head(told.head)
         if self._owner is not None and head.peer == self._owner.peer:
             self._hear_of_us(told, now)
             return
         verdict = self.table.accept(told, now)
+        others = asked.others if asked is not None else []
         if verdict is Verdict.INCOMPLETE and not (asked is not None and asked.full):
-            self._ask(one, identifier, True, asked.others if asked else [], now)
+            self._ask(one, identifier, _Asked(one.key, 0.0, True, others, MAX_TRIES), now)
         elif verdict in (Verdict.CHANGED, Verdict.RENEWED):
             held = self.table.get(head.peer)
             assert held is not None
-            self._spread(held, verdict is Verdict.CHANGED, {one.key, *(asked.others if asked else ())}, now)
+            if isinstance(head, Heartbeat) and head.peer in self._gossips:
+                self._clocks.heard(head.peer, head.issued_ms, told.age_s, now)
+            self._spread(held, verdict is Verdict.CHANGED, {one.key, *others}, now)
+        elif verdict is Verdict.ENDED and told.age_s < head.lease_s:
+            self._object(one, identifier, now)
+        elif verdict is Verdict.NO_ROOM:
+            one.share.was_useless()
+        if asked is not None and others and self.table.doubts(identifier, now):
+            self._ask_next(identifier, asked, now, again=False)
+
+    def _is_paid(self, one: Neighbour, told: Told, asked: _Asked | None, now: float) -> bool:
+        """Whether reading this is within the work that may be made for us."""
+        signatures = 1 if told.descriptor is None else 2
+        if asked is not None:
+            return asked.full or signatures == 1 or one.share.take(1, now)
+        wanted = one.snapshots_owed > 0 and one.snapshot_records < MAX_PEERS
+        one.snapshot_records += wanted
+        return one.share.take(signatures, now, snapshot=wanted)
 
     def _hear_of_us(self, told: Told, now: float) -> None:
         """Nobody else's word about us is stored; but what outranks us makes us speak up."""
@@ -372,70 +494,151 @@ class Registry:
             self._actions.append(SecondInstance(told.age_s))
 
     def _on_digest(self, one: Neighbour, message: Digest, now: float) -> None:
-        if not message.sums or now - one.digest_heard_at.get(message.answer, -DIGEST_S) < DIGEST_MIN_S:
+        buckets = len(message.sums)
+        check_buckets(buckets)
+        if now - one.digest_heard_at.get(message.answer, -DIGEST_S) < DIGEST_MIN_S:
             return
         one.digest_heard_at[message.answer] = now
-        buckets = len(message.sums)
-        ours = self.table.digest(buckets, now, one.fingerprint)
+        self._lapse(now)
+        ours = self.table.digests.sums(buckets, one.only)
         chosen = differing(ours, message.sums)
         if not chosen:
             return
-        for peer in self.table.in_buckets(chosen, buckets, now, one.fingerprint):
+        for peer in self.table.digests.within(chosen, buckets, one.only):
             one.offer(peer, True, now)
         if not message.answer and one.kind is Kind.GOSSIP:
             one.digest = Digest(ours, answer=True)
 
-    # ------------------------------------------------------------ inside
+    # ------------------------------------------------------------ the snapshot
+
+    def _find_teller(self, now: float, instead_of: int | None = None) -> None:
+        """Let one neighbour tell all, unless somebody does or that has been done."""
+        if self._teller != instead_of:
+            return
+        if self.complete and not self._empty:
+            self._teller = None
+            return
+        able = [one for one in self._neighbours.values() if one.opened_here and one.key != instead_of]
+        self._teller_heard_at = now
+        if able:
+            one = min(able, key=lambda one: one.snapshots_owed)
+            one.greeting = self._greeting(one, snapshot=True)
+            one.snapshots_owed += 1
+            one.snapshot_records, one.snapshot_only = 0, self._only
+            self._teller = one.key
+
+    def _completed(self, teller: Neighbour, now: float) -> None:
+        """The others are asked only for what the teller didn't have; whoever waits need not any more."""
+        self._teller, self.complete = None, True
+        self._circle.hurry(now)
+        for one in self._neighbours.values():
+            if one.kind is Kind.SUBSCRIBER:
+                continue
+            if one.opened_here:
+                self._actions.append(SnapshotComplete(one.key))
+            if one.kind is Kind.GOSSIP or one is not teller:
+                one.digest = self._own_digest(one, now, answer=False)
+
+    @property
+    def _empty(self) -> bool:
+        return len(self.table) <= (self.role == "peer")
+
+    def _greeting(self, one: Neighbour, *, snapshot: bool) -> Message:
+        if one.kind is Kind.SOURCE:
+            return Subscribe(self._subscription(), snapshot)
+        return GossipHello(snapshot)
+
+    def _subscription(self) -> tuple[bytes, ...] | None:
+        return None if self._only is None else tuple(sorted(self._only))
+
+    # ------------------------------------------------------------ spreading and asking
 
     def _publisher(self) -> Owner:
         assert self._owner is not None, "a client advertises nothing"
         return self._owner
 
-    def _greeting(self, kind: Kind) -> Message:
-        if kind is Kind.SOURCE:
-            return Subscribe(self._fingerprint)
-        return GossipHello(snapshot=not self.complete or self.alone)
+    def _count_gossips(self) -> None:
+        self._gossips = frozenset(one.peer for one in self._neighbours.values() if one.kind is Kind.GOSSIP)
 
-    def _full(self, kind: Kind) -> bool:
-        most = circle.MAX_SUBSCRIBERS if kind is Kind.SUBSCRIBER else circle.MAX_NEIGHBOURS
-        return sum(1 for one in self._neighbours.values() if one.kind is kind) >= most
+    def _full(self, one: Neighbour) -> bool:
+        """Whether there are as many of its kind as there may be, in all or from its group of addresses."""
+        clients = one.kind is Kind.SUBSCRIBER
+        most = circle.MAX_SUBSCRIBERS if clients else circle.MAX_NEIGHBOURS
+        from_there = circle.MAX_SUBSCRIBERS_OF_GROUP if clients else circle.MAX_NEIGHBOURS_OF_GROUP
+        alike = [other for other in self._neighbours.values() if other.kind is one.kind]
+        near = sum(other.group == one.group for other in alike) if one.group is not None else 0
+        return len(alike) >= most or near >= from_there
 
     def _own_digest(self, one: Neighbour, now: float, answer: bool) -> Digest:
-        return Digest(self.table.digest(DIGEST_BUCKETS, now, one.fingerprint), answer)
+        self._lapse(now)
+        buckets = DIGEST_BUCKETS if len(self.table) < LARGE else DIGEST_BUCKETS_LARGE
+        return Digest(self.table.digests.sums(buckets, one.only), answer)
 
     def _spread_own(self, told: Told, now: float) -> None:
         verdict = self.table.accept(told, now)
-        assert verdict in (Verdict.CHANGED, Verdict.RENEWED, Verdict.NO_ROOM), verdict
+        assert verdict in (Verdict.CHANGED, Verdict.RENEWED), verdict
         held = self.table.get(self._publisher().peer)
-        if held is not None:
-            self._spread(held, verdict is Verdict.CHANGED, set(), now)
+        assert held is not None
+        self._spread(held, verdict is Verdict.CHANGED, set(), now)
 
     def _spread(self, held: Held, change: bool, told_by: set[int], now: float) -> None:
         for one in self._neighbours.values():
             listens = one.kind is not Kind.SOURCE and (one.greeted or one.opened_here)
-            if listens and one.key not in told_by and held.matches(one.fingerprint):
+            if listens and one.key not in told_by and held.matches(one.only):
                 one.offer(held.peer, change, now)
 
-    def _ask(self, one: Neighbour, identifier: bytes, full: bool, others: list[int], now: float) -> None:
-        if len(self._asked) < MAX_ASKED:
-            one.ask(identifier, full)
-            self._asked[identifier] = _Asked(one.key, now + ASK_TIMEOUT_S, full, others)
+    def _object(self, one: Neighbour, identifier: bytes, now: float) -> None:
+        peer = self.table.owner_of(identifier)
+        if peer is not None and one.kind is Kind.GOSSIP:
+            one.object(peer, now)
 
-    def _ask_next(self, identifier: bytes, asked: _Asked, now: float) -> None:
-        """Of whoever else offered it; if there is nobody, the digest will heal it."""
-        others: Sequence[int] = [key for key in asked.others if key in self._neighbours]
-        if others and not self.table.knows(identifier):
-            self._ask(self._neighbours[others[0]], identifier, asked.full, list(others[1:]), now)
+    def _ask(self, one: Neighbour, identifier: bytes, asked: _Asked, now: float) -> None:
+        if len(self._asked) < MAX_ASKED:
+            one.ask(identifier, asked.full)
+            asked.key, asked.until = one.key, now + ASK_TIMEOUT_S
+            self._asked[identifier] = asked
+
+    def _ask_next(self, identifier: bytes, asked: _Asked, now: float, *, again: bool = True) -> None:
+        """Of whoever else offered it, and in the end of the same again; if nobody answers, the digest heals it."""
+        before = self._neighbours.get(asked.key)
+        waited = before is not None and before.unask(identifier)  # there was no room to ask for it yet
+        offered = (*asked.others, asked.key) if again else asked.others
+        turn = [key for key in offered if key in self._neighbours]
+        asked.tries -= not waited
+        if turn and asked.tries > 0 and not self.table.knows(identifier, now):
+            asked.others = turn[1:]
+            self._ask(self._neighbours[turn[0]], identifier, asked, now)
+
+    # ------------------------------------------------------------ what comes with time
+
+    def _lapse(self, now: float) -> None:
+        for peer in self.table.lapse(now):
+            self._keep_address(peer)
+            self._circle.hurry(now)
 
     def _keep_address(self, peer: PeerId) -> None:
         """Of somebody who vanished: a cut network heals by being tried."""
         addresses = self.table.addresses(peer)
         if addresses and self.table.went_missing(peer):
-            self._circle.remember(f"{peer}@{addresses[0]}", peer)
+            seen = self.table.places.is_proved(peer)
+            self._circle.remember(f"{peer}@{addresses[0]}", peer, seen=seen)
 
     def _reconcile(self, now: float) -> None:
         self._digest_at = now + DIGEST_S * self._rng.uniform(0.8, 1.2)
         able = [one for one in self._neighbours.values() if one.kind is not Kind.SUBSCRIBER and one.greeted]
-        if able:
+        if able and self._only != Models():
             one = self._rng.choice(able)
             one.digest = self._own_digest(one, now, answer=False)
+
+    def _tell_models(self, now: float) -> None:
+        self._models_told, self._models_at = self.table.models_version, now + MODELS_S
+        clients = [one for one in self._neighbours.values() if one.kind is Kind.SUBSCRIBER and one.greeted]
+        models = list_models(self.table) if clients else None
+        for one in clients:
+            one.models = models
+
+    def _look_at_clock(self, unix_ms: int, now: float) -> None:
+        if now >= self._clock_check_at:
+            self._clock_check_at = now + CLOCK_CHECK_S
+            found = self._clocks.check(self._gossips, unix_ms, now)
+            self._actions += [found] if found is not None else []

@@ -54,6 +54,7 @@ from swarm.messages import (
     Draining,
     Fault,
     HopRef,
+    Likelihoods,
     Message,
     Open,
     Opened,
@@ -70,6 +71,7 @@ from swarm.messages import (
     Where,
     WhereIs,
     Working,
+    bias_tensors,
 )
 from swarm.tensors import ids_tensor, read_ids
 
@@ -187,6 +189,7 @@ class Grew:
     first_position: int
     finish: str | None
     spent: Spent
+    likelihoods: tuple[Likelihoods, ...] = ()  # one for each id, if they were asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -624,12 +627,15 @@ class Session:
             ids = ids_tensor(self._ids[have:])
             resume = dataclasses.replace(resume, ids_from=have, ids=ids)
         if last:
+            bias_ids, bias = bias_tensors(self._config.sampling)
             resume = dataclasses.replace(
                 resume,
                 credit=self._granted,
                 limit=self._config.limit,
                 stop_ids=self._config.stop_ids,
                 sampling=self._config.sampling,
+                bias_ids=bias_ids,
+                bias=bias,
             )
         return resume
 
@@ -680,14 +686,15 @@ class Session:
             self._send_credit()
             return
         assert message.ids is not None
-        ids = read_ids(message.ids)[known - message.first_position :][: self._config.limit - known]
+        new = slice(known - message.first_position, self._config.limit - message.first_position)
+        ids, likelihoods = read_ids(message.ids)[new], message.likelihoods()[new]
         if not ids:
             return
         self._ids += ids
         self._rewound_to = None
         self._rejected_by.clear()
         self._note_time(now)
-        self._effects.append(Grew(tuple(ids), known, message.finish, message.spent))
+        self._effects.append(Grew(tuple(ids), known, message.finish, message.spent, likelihoods))
         self._say_repaired(now)
         if message.finish is not None:
             self._end(Phase.DONE, message.finish)

@@ -6,15 +6,26 @@ a head is replaced by a higher one only, so the tables of all who hear the same 
 whatever order they hear them (a join semilattice). Since a heartbeat's `seq` is above its
 descriptor's, a leave outranks everything that was signed before it.
 
-    absent --accept--> held --lease over--> gone (tombstone: the rank only) --forgotten--> absent
-                         ^--accept (higher rank only)--'
+    absent --accept--> held --lease over, or told so--> gone (tombstone) --forgotten--> absent
+                         ^--accept (higher rank only)------'
+
+Ages are hearsay, and a liar may tell them too young (to keep a ghost) or too old (to hide the living).
+What a participant knows for itself is when it first heard of a head; no head is younger than that.
+- An age above an interval is doubted: another neighbour that offers the same head is asked as well, and
+  the youngest answer counts. So nobody hides a peer of whom somebody honest tells, not even for a heartbeat.
+- Whoever holds a tombstone answers a telling that it outranks with the newest head it ever had, and that
+  ends the older one at once (`objection`). So an old heartbeat in a liar's hand, or a whole recording of
+  them, brings a dead peer back for one lease after somebody here first heard of its last one, no more.
+- What remains: tombstones last GONE_S, and whoever comes after that, meets the liar first and nobody who
+  remembers, may list a ghost for as long as the recording; and a client, who offers nothing, hears no
+  objection. Both find at their first dial that nobody is there.
 
 Invariants:
 - nothing is held whose owner's signature wasn't checked;
 - no peer's rank ever falls while it is held or gone, and it stays gone for longer than any lease,
   so nobody but the owner, with a higher `seq`, brings a peer back;
-- a lease is what remains of it here: age told + time here. Nobody's wall clock takes part. The
-  first telling of a head decides, so repeating it stretches nothing.
+- a lease is what remains of it here: age told + time here. Nobody's wall clock takes part;
+- one owner's heads are taken no faster than `RENEWALS` allow, and identities only where `places.py` has room.
 """
 
 from __future__ import annotations
@@ -22,13 +33,17 @@ from __future__ import annotations
 import enum
 import hashlib
 import heapq
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from swarm.digests import Digests, Models
 from swarm.errors import MessageError
-from swarm.identity import PeerId, key_bytes
+from swarm.identity import PeerId
 from swarm.messages import RECORD_ID_BYTES, Told
+from swarm.owner import LEASE_INTERVALS, heartbeat_interval_s
+from swarm.places import Places, groups_of
 from swarm.records import (
     MAX_LEASE_S,
     Descriptor,
@@ -40,11 +55,13 @@ from swarm.records import (
     record_hash,
 )
 
-MAX_PEERS = 16_384  # 10,000 peers and room; about 3 KiB each
-MAX_GONE = 16_384  # tombstones; the oldest go first
+MAX_GONE = 16_384  # tombstones, about 700 bytes each; the oldest go first
 MAX_SEEN = 65_536  # identifiers of heads that need no asking for any more, about 100 bytes each
 GONE_S = 3600.0  # far above MAX_LEASE_S, so that a replayed heartbeat finds the tombstone
 RECENT_S = 600.0  # a peer that lapsed since then counts as known ("4 of 5 known peers alive")
+DOUBT_SLACK_S = 2.0  # above an interval, for the way here
+OPINIONS = 8  # on the age of one head, at most
+RENEWALS = 16  # heads of one owner at once (it may change its mind while it joins); one more each half interval
 assert GONE_S > 2 * MAX_LEASE_S
 
 
@@ -60,8 +77,9 @@ class Rank(NamedTuple):
 
 class Verdict(enum.Enum):
     STALE = "known, outranked or lapsed"
+    ENDED = "outranked by a tombstone: worth an objection"
     INCOMPLETE = "its descriptor isn't held: ask for all of it"
-    NO_ROOM = "the table is full"
+    NO_ROOM = "the table, or its group of addresses, is full, or its owner speaks too often"
     RENEWED = "the same, alive for longer"
     CHANGED = "something that others want to know at once"
 
@@ -83,7 +101,8 @@ class PeerEntry:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A head and what belongs to it. issued_at: on the table's clock. descriptor: None after a leave."""
+    """A head and what belongs to it. descriptor: None after a leave. issued_at, lapses_at and heard_at (when it
+    was first heard of here): on the table's clock. opinions: on its age, wanted yet."""
 
     rank: Rank
     head: Heartbeat | Leave
@@ -95,25 +114,42 @@ class Held:
     addresses: tuple[str, ...]
     issued_at: float
     lapses_at: float
-    place: int  # of the peer among the buckets of a digest
+    heard_at: float
+    opinions: int
 
     @property
     def peer(self) -> PeerId:
         return self.head.peer
 
-    def matches(self, fingerprint: bytes | None) -> bool:
-        return fingerprint is None or self.fingerprint == fingerprint
+    def matches(self, only: Models | None) -> bool:
+        return only is None or self.fingerprint in only
 
 
 @dataclass(frozen=True, slots=True)
 class Gone:
-    """A tombstone. left: said goodbye, so nobody counts it as missing."""
+    """A tombstone. Whatever isn't above `rank`, or has a seq up to `seq`, came before the end. head_bytes: the
+    newest head, for objections. left: said goodbye, so nobody counts it as missing."""
 
     rank: Rank
+    seq: int
+    head_bytes: bytes
+    head_id: bytes
+    lease_s: float
+    issued_at: float
+    heard_at: float
+    opinions: int
     fingerprint: bytes | None
     addresses: tuple[str, ...]
     left: bool
     since: float
+
+
+@dataclass(slots=True)
+class _Pace:
+    """How many more heads of one owner may be taken now."""
+
+    left: float
+    at: float
 
 
 def head_id(head_bytes: bytes) -> bytes:
@@ -122,16 +158,25 @@ def head_id(head_bytes: bytes) -> bytes:
 
 
 class Table:
-    """Pure: `now` is seconds on a clock that counts time asleep. check: verifies a record's signature."""
+    """Pure: `now` is seconds on a clock that counts time asleep. check: verifies a record's signature. own: whose
+    records always find room."""
 
-    def __init__(self, check: Callable[[Record, bytes], None] = check_signature) -> None:
+    def __init__(
+        self, check: Callable[[Record, bytes], None] = check_signature, own: PeerId | None = None
+    ) -> None:
         self._check = check
+        self._own = own
         self._held: dict[PeerId, Held] = {}
         self._gone: dict[PeerId, Gone] = {}
         self._by_id: dict[bytes, PeerId] = {}
-        self._seen: dict[bytes, None] = {}
+        self._seen: dict[bytes, PeerId] = {}
+        self._paces: dict[PeerId, _Pace] = {}  # of those held
         self._lapses: list[tuple[float, PeerId]] = []  # a heap; outdated pairs are skipped
+        self._names: dict[bytes, Counter[str]] = {}  # fingerprint -> what those who serve it call it
+        self.places = Places(own)
+        self.digests = Digests()
         self.version = 0  # grows with every change
+        self.models_version = 0  # grows when a model, or a name of one, comes or goes
 
     # ------------------------------------------------------------ questions
 
@@ -148,15 +193,38 @@ class Table:
         peer = self._by_id.get(identifier)
         return self._held[peer] if peer is not None else None
 
-    def knows(self, identifier: bytes) -> bool:
+    def knows(self, identifier: bytes, now: float) -> bool:
         """Whether asking for this head is needless."""
-        return identifier in self._by_id or identifier in self._seen
+        return (identifier in self._by_id or identifier in self._seen) and not self.doubts(identifier, now)
 
-    def held(self, fingerprint: bytes | None = None) -> Iterator[Held]:
-        return (held for held in self._held.values() if held.matches(fingerprint))
+    def doubts(self, identifier: bytes, now: float) -> bool:
+        """Whether this head was told with an age on which another opinion is worth having."""
+        past = self._past(self.owner_of(identifier))
+        if past is None or past.head_id != identifier or not past.opinions:
+            return False
+        lease_s = past.lease_s if isinstance(past, Gone) else past.head.lease_s
+        return now < past.heard_at + lease_s
+
+    def has_ended(self, identifier: bytes) -> bool:
+        """Whether this head is an older one of somebody who is gone, so that whoever tells of it should know."""
+        gone = self._gone.get(self._seen[identifier]) if identifier in self._seen else None
+        return gone is not None and gone.head_id != identifier
+
+    def objection(self, peer: PeerId, now: float) -> Told | None:
+        """The proof that `peer` has ended, if it has: its newest head, older than its lease."""
+        gone = self._gone.get(peer)
+        return Told(gone.head_bytes, max(gone.lease_s, now - gone.issued_at)) if gone is not None else None
+
+    def owner_of(self, identifier: bytes) -> PeerId | None:
+        """Whose head this is, if it was ever told."""
+        return self._by_id.get(identifier) or self._seen.get(identifier)
+
+    def held(self, only: Models | None = None) -> Iterator[Held]:
+        return (held for held in self._held.values() if held.matches(only))
 
     def live(self, now: float, fingerprint: bytes | None = None) -> tuple[PeerEntry, ...]:
-        found = (_entry(held, now) for held in self.held(fingerprint))
+        only = None if fingerprint is None else Models((fingerprint,))
+        found = (_entry(held, now) for held in self.held(only))
         return tuple(entry for entry in found if entry is not None)
 
     def entry(self, peer: PeerId, now: float) -> PeerEntry | None:
@@ -165,7 +233,7 @@ class Table:
 
     def addresses(self, peer: PeerId) -> tuple[str, ...]:
         """What the peer last said of where it listens, alive or not."""
-        found = self._held.get(peer) or self._gone.get(peer)
+        found = self._past(peer)
         return found.addresses if found is not None else ()
 
     def lapsed(self) -> tuple[PeerId, ...]:
@@ -179,6 +247,11 @@ class Table:
 
     def known(self, now: float, fingerprint: bytes | None = None) -> int:
         """Peers alive, and those that went missing lately."""
+        alive = sum(
+            held.lapses_at > now and held.descriptor is not None
+            for held in self._held.values()
+            if fingerprint is None or held.fingerprint == fingerprint
+        )
         missing = (
             gone
             for gone in self._gone.values()
@@ -186,50 +259,58 @@ class Table:
             and now - gone.since < RECENT_S
             and (fingerprint is None or gone.fingerprint == fingerprint)
         )
-        return len(self.live(now, fingerprint)) + sum(1 for _ in missing)
+        return alive + sum(1 for _ in missing)
+
+    def models(self) -> dict[bytes, Counter[str]]:
+        """fingerprint -> the names under which it is served, and by how many."""
+        return self._names
 
     def told(self, held: Held, now: float, full: bool) -> Told:
         """The head as it goes to somebody else, with the age that it has by now."""
         return Told(held.head_bytes, max(0.0, now - held.issued_at), held.descriptor_bytes if full else None)
 
-    # ------------------------------------------------------------ reconciliation
-
-    def digest(self, buckets: int, now: float, fingerprint: bytes | None = None) -> tuple[bytes, ...]:
-        """Sums, one per bucket of peers, that differ where the sets of live descriptors or leaves do."""
-        sums = [0] * buckets
-        for held in self.held(fingerprint):
-            if held.lapses_at > now:
-                sums[held.place % buckets] += int.from_bytes(held.rank.hash[:8], "big")
-        return tuple((total % (1 << 64)).to_bytes(8, "big") for total in sums)
-
-    def in_buckets(
-        self, chosen: set[int], buckets: int, now: float, fingerprint: bytes | None = None
-    ) -> list[PeerId]:
-        return [
-            held.peer
-            for held in self.held(fingerprint)
-            if held.lapses_at > now and held.place % buckets in chosen
-        ]
-
     # ------------------------------------------------------------ changes
 
     def accept(self, told: Told, now: float) -> Verdict:
         """Take in what somebody tells. Raises MessageError (table unchanged) if it is forged or malformed."""
-        head = read_head(told.head)
         identifier = head_id(told.head)
-        if self.knows(identifier) or told.age_s >= head.lease_s:
-            return Verdict.STALE
+        if self.knows(identifier, now):
+            return Verdict.ENDED if self.has_ended(identifier) else Verdict.STALE
+        if identifier in self._by_id:
+            return self._another_opinion(self._held[self._by_id[identifier]], told.age_s, now)
+        head = read_head(told.head)
+        if self.places.is_turned_away(head.peer, now):
+            self._see(identifier, head.peer)
+            return Verdict.NO_ROOM
+        if told.age_s >= head.lease_s:
+            return self._end(head, told, identifier, now)
         descriptor = self._descriptor_of(head, told)
         if isinstance(head, Heartbeat) and descriptor is None:
-            return self._without_descriptor(head, told.head, identifier)
+            return self._without_descriptor(head, identifier, now)
         rank = _rank(head, told.head, descriptor[0] if descriptor else None)
-        if self._outranks(rank, head.peer):
-            self._check(head, told.head)
-            if descriptor is not None and not self._holds_descriptor(head.peer, descriptor[1]):
-                self._check(*descriptor)
-            return self._store(rank, head, told, identifier, descriptor, now)
-        self._see(identifier)
-        return Verdict.STALE
+        if not self._outranks(rank, head, identifier, now):
+            self._see(identifier, head.peer)
+            return Verdict.ENDED if head.peer in self._gone else Verdict.STALE
+        victims = self._victims(head, descriptor, now)
+        pace = self._pace(head.peer, now)
+        if victims is None or (pace is not None and pace.left < 1):
+            self._see(identifier, head.peer)
+            return Verdict.NO_ROOM
+        self._check(head, told.head)
+        if descriptor is not None and not self._holds_descriptor(head.peer, descriptor[1]):
+            self._check(*descriptor)
+        if pace is not None:
+            pace.left -= 1
+        for victim in victims:
+            self.evict(victim, now)
+        return self._store(rank, head, told, identifier, descriptor, now)
+
+    def evict(self, peer: PeerId, now: float) -> None:
+        """Let go of somebody who is alive but has no place here."""
+        held = self._held.get(peer)
+        if held is not None and peer != self._own:
+            self._drop(held)
+            self.places.turn_away(peer, now)
 
     def lapse(self, now: float) -> list[PeerId]:
         """Move what isn't alive any more to the tombstones, and forget the oldest of those."""
@@ -247,7 +328,56 @@ class Table:
     def next_lapse(self) -> float | None:
         return self._lapses[0][0] if self._lapses else None
 
-    # ------------------------------------------------------------ inside
+    # ------------------------------------------------------------ inside: what is told
+
+    def _past(self, peer: PeerId | None) -> Held | Gone | None:
+        return (self._held.get(peer) or self._gone.get(peer)) if peer is not None else None
+
+    def _another_opinion(self, held: Held, age_s: float, now: float) -> Verdict:
+        """The youngest of them counts, and none is younger than our own knowledge."""
+        issued_at = max(held.issued_at, min(now - age_s, held.heard_at))
+        opinions = held.opinions - 1 if _is_doubtful(age_s, held.head) else 0
+        self._replace(
+            held,
+            replace(
+                held, issued_at=issued_at, lapses_at=issued_at + held.head.lease_s, opinions=opinions
+            ),
+        )
+        return Verdict.STALE
+
+    def _end(self, head: Heartbeat | Leave, told: Told, identifier: bytes, now: float) -> Verdict:
+        """Somebody says that this head lapsed, so the older ones did long ago. Of strangers nothing is kept."""
+        past = self._past(head.peer)
+        if past is None:
+            return Verdict.STALE
+        if isinstance(past, Gone) and past.head_id == identifier:
+            self._gone[head.peer] = replace(past, opinions=max(0, past.opinions - 1))
+            return Verdict.STALE
+        if head.seq <= (past.seq if isinstance(past, Gone) else past.head.seq):
+            self._see(identifier, head.peer)
+            return Verdict.STALE
+        self._check(head, told.head)
+        rank = past.rank
+        if isinstance(head, Leave) or head.descriptor_hash == rank.hash:
+            rank = max(rank, _rank(head, told.head, None, rank.seq))
+        if isinstance(past, Held):
+            self._drop(past)
+        self._see(identifier, head.peer)
+        self._gone[head.peer] = Gone(
+            rank=rank,
+            seq=head.seq,
+            head_bytes=told.head,
+            head_id=identifier,
+            lease_s=head.lease_s,
+            issued_at=now - told.age_s,
+            heard_at=now,
+            opinions=OPINIONS if isinstance(head, Heartbeat) else 0,
+            fingerprint=past.fingerprint,
+            addresses=past.addresses,
+            left=isinstance(head, Leave),
+            since=past.since if isinstance(past, Gone) else now,
+        )
+        return Verdict.STALE
 
     def _descriptor_of(self, head: Heartbeat | Leave, told: Told) -> tuple[Descriptor, bytes] | None:
         """The descriptor that a heartbeat names, from what was told or from what is held."""
@@ -271,21 +401,50 @@ class Table:
             raise MessageError(f"a heartbeat of {head.peer[:8]} isn't newer than its descriptor")
         return found, data
 
-    def _without_descriptor(self, head: Heartbeat, head_bytes: bytes, identifier: bytes) -> Verdict:
+    def _without_descriptor(self, head: Heartbeat, identifier: bytes, now: float) -> Verdict:
         """Such a heartbeat may still be plainly too old: its descriptor's seq is lower than its own."""
-        past = self._held.get(head.peer) or self._gone.get(head.peer)
-        if past is not None and head.seq <= past.rank.seq:
-            self._see(identifier)
+        past = self._past(head.peer)
+        if isinstance(past, Held) and head.seq <= past.rank.seq:
+            self._see(identifier, head.peer)
             return Verdict.STALE
+        if isinstance(past, Gone) and head.seq <= past.seq and not self.doubts(identifier, now):
+            self._see(identifier, head.peer)
+            return Verdict.ENDED
         return Verdict.INCOMPLETE
 
-    def _outranks(self, rank: Rank, peer: PeerId) -> bool:
-        past = self._held.get(peer) or self._gone.get(peer)
+    def _outranks(self, rank: Rank, head: Heartbeat | Leave, identifier: bytes, now: float) -> bool:
+        past = self._past(head.peer)
+        if isinstance(past, Gone):
+            return (rank > past.rank and head.seq > past.seq) or self.doubts(identifier, now)
         return past is None or rank > past.rank
 
     def _holds_descriptor(self, peer: PeerId, data: bytes) -> bool:
         held = self._held.get(peer)
         return held is not None and held.descriptor_bytes == data
+
+    def _victims(
+        self, head: Heartbeat | Leave, descriptor: tuple[Descriptor, bytes] | None, now: float
+    ) -> list[PeerId] | None:
+        """Who must make room, None if there is none."""
+        if head.peer == self._own or (descriptor is None and head.peer in self._held):
+            return []
+        groups = groups_of(descriptor[0].addresses) if descriptor is not None else ()
+        victims = self.places.victims(head.peer, groups, now)
+        if victims is None:
+            self.places.turn_away(head.peer, now)
+            return None
+        return victims
+
+    def _pace(self, peer: PeerId, now: float) -> _Pace | None:
+        """How much its owner may say now; None for one who may say what it likes."""
+        pace = self._paces.get(peer)
+        if pace is None or peer == self._own:
+            return None
+        every_s = heartbeat_interval_s(len(self._held)) / 2
+        pace.left, pace.at = min(RENEWALS, pace.left + (now - pace.at) / every_s), now
+        return pace
+
+    # ------------------------------------------------------------ inside: what is held
 
     def _store(
         self,
@@ -297,11 +456,11 @@ class Table:
         now: float,
     ) -> Verdict:
         before = self._held.get(head.peer)
-        if before is None and len(self._held) >= MAX_PEERS:
-            return Verdict.NO_ROOM
         gone = self._gone.pop(head.peer, None)
         past = before or gone
         made, data = descriptor or (None, None)
+        heard_at = gone.heard_at if gone is not None and gone.head_id == identifier else now
+        issued_at = min(now - told.age_s, heard_at)
         held = Held(
             rank=rank,
             head=head,
@@ -311,18 +470,59 @@ class Table:
             descriptor_bytes=data,
             fingerprint=made.fingerprint if made else (past.fingerprint if past else None),
             addresses=made.addresses if made else (past.addresses if past else ()),
-            issued_at=now - told.age_s,
-            lapses_at=now - told.age_s + head.lease_s,
-            place=before.place if before is not None else int.from_bytes(key_bytes(head.peer)[:4], "big"),
+            issued_at=issued_at,
+            lapses_at=issued_at + head.lease_s,
+            heard_at=heard_at,
+            opinions=OPINIONS if _is_doubtful(told.age_s, head) else 0,
         )
+        self._replace(before, held)
+        self._see(identifier, head.peer)
+        return Verdict.CHANGED if before is None or _differs(before, held) else Verdict.RENEWED
+
+    def _replace(self, before: Held | None, held: Held) -> None:
         if before is not None:
             self._by_id.pop(before.head_id, None)
-        self._held[head.peer] = held
-        self._by_id[identifier] = head.peer
-        self._see(identifier)
+        self._held[held.peer] = held
+        self._by_id[held.head_id] = held.peer
+        if before is None:
+            self._paces[held.peer] = _Pace(RENEWALS - 1, held.heard_at)
+        if before is None or before.descriptor_bytes != held.descriptor_bytes or before.rank.hash != held.rank.hash:
+            if before is not None:
+                self.digests.remove(before.peer)
+                self._uncount(before)
+            self.digests.add(held.peer, held.fingerprint, int.from_bytes(held.rank.hash[:8], "big"))
+            self._count(held)
+            self.places.enter(held.peer, groups_of(held.addresses))
         self._push_lapse(held)
         self.version += 1
-        return Verdict.CHANGED if before is None or _differs(before, held) else Verdict.RENEWED
+
+    def _drop(self, held: Held) -> None:
+        del self._held[held.peer]
+        del self._paces[held.peer]
+        self._by_id.pop(held.head_id, None)
+        self.digests.remove(held.peer)
+        self.places.leave(held.peer)
+        self._uncount(held)
+        self.version += 1
+
+    def _count(self, held: Held) -> None:
+        if held.descriptor is None:
+            return
+        names = self._names.setdefault(held.descriptor.fingerprint, Counter())
+        names[held.descriptor.model] += 1
+        if names[held.descriptor.model] == 1:
+            self.models_version += 1
+
+    def _uncount(self, held: Held) -> None:
+        if held.descriptor is None:
+            return
+        names = self._names[held.descriptor.fingerprint]
+        names[held.descriptor.model] -= 1
+        if not names[held.descriptor.model]:
+            del names[held.descriptor.model]
+            self.models_version += 1
+        if not names:
+            del self._names[held.descriptor.fingerprint]
 
     def _push_lapse(self, held: Held) -> None:
         heapq.heappush(self._lapses, (held.lapses_at, held.peer))
@@ -331,12 +531,22 @@ class Table:
             heapq.heapify(self._lapses)
 
     def _bury(self, held: Held, now: float) -> None:
-        del self._held[held.peer]
-        self._by_id.pop(held.head_id, None)
+        self._drop(held)
         self._gone.pop(held.peer, None)
-        left = isinstance(held.head, Leave)
-        self._gone[held.peer] = Gone(held.rank, held.fingerprint, held.addresses, left, now)
-        self.version += 1
+        self._gone[held.peer] = Gone(
+            rank=held.rank,
+            seq=held.head.seq,
+            head_bytes=held.head_bytes,
+            head_id=held.head_id,
+            lease_s=held.head.lease_s,
+            issued_at=held.issued_at,
+            heard_at=held.heard_at,
+            opinions=held.opinions,
+            fingerprint=held.fingerprint,
+            addresses=held.addresses,
+            left=isinstance(held.head, Leave),
+            since=now,
+        )
 
     def _forget(self, now: float) -> None:
         """The oldest tombstones come first in the dict, since each is put in when it begins."""
@@ -346,9 +556,9 @@ class Table:
                 break
             del self._gone[peer]
 
-    def _see(self, identifier: bytes) -> None:
+    def _see(self, identifier: bytes, peer: PeerId) -> None:
         self._seen.pop(identifier, None)
-        self._seen[identifier] = None
+        self._seen[identifier] = peer
         if len(self._seen) > MAX_SEEN:
             del self._seen[next(iter(self._seen))]
 
@@ -361,16 +571,18 @@ def read_head(data: bytes) -> Heartbeat | Leave:
     return record
 
 
-def differing(ours: Iterable[bytes], theirs: Iterable[bytes]) -> set[int]:
-    """The buckets whose sums aren't equal."""
-    return {at for at, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b}
-
-
-def _rank(head: Heartbeat | Leave, head_bytes: bytes, descriptor: Descriptor | None) -> Rank:
+def _rank(
+    head: Heartbeat | Leave, head_bytes: bytes, descriptor: Descriptor | None, descriptor_seq: int = 0
+) -> Rank:
     if isinstance(head, Leave):
         return Rank(head.seq, True, record_hash(head_bytes), 0, b"")
-    assert descriptor is not None
-    return Rank(descriptor.seq, False, head.descriptor_hash, head.seq, record_hash(head_bytes))
+    seq = descriptor.seq if descriptor is not None else descriptor_seq
+    return Rank(seq, False, head.descriptor_hash, head.seq, record_hash(head_bytes))
+
+
+def _is_doubtful(age_s: float, head: Heartbeat | Leave) -> bool:
+    """Older than an owner that is alive lets its newest head become, so another opinion is worth having."""
+    return isinstance(head, Heartbeat) and age_s > head.lease_s / LEASE_INTERVALS + DOUBT_SLACK_S
 
 
 def _differs(before: Held, after: Held) -> bool:

@@ -6,6 +6,7 @@ Invariant: `len(data)` is exactly what dtype and shape say, and the dtype is on 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -44,6 +45,19 @@ def tensor_bytes(dtype: str, shape: tuple[int, ...]) -> int:
 def ids_tensor(ids: list[int] | tuple[int, ...]) -> RawTensor:
     """Token ids, shape [n], int32."""
     return RawTensor("int32", (len(ids),), np.asarray(ids, dtype="<i4").tobytes())
+
+
+def floats_tensor(values: Sequence[float]) -> RawTensor:
+    """Shape [n], float32."""
+    return RawTensor("float32", (len(values),), np.asarray(values, dtype="<f4").tobytes())
+
+
+def read_floats(tensor: RawTensor) -> list[float]:
+    """The reverse of `floats_tensor`. Raises MessageError unless float32 [n]; NaN is the caller's to refuse."""
+    if tensor.dtype != "float32" or len(tensor.shape) != 1:
+        raise MessageError(f"numbers travel as float32 [n], got {tensor.dtype}{list(tensor.shape)}")
+    values: npt.NDArray[np.float32] = np.frombuffer(tensor.data, dtype="<f4")
+    return [float(value) for value in values]
 
 
 def read_ids(tensor: RawTensor) -> list[int]:

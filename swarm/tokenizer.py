@@ -27,7 +27,7 @@ from tokenizers import AddedToken, Tokenizer, decoders
 from swarm.canonical import FileHash, canonical_hash
 from swarm.detokenizer import ByteLevelStage, IdStage, IncrementalText, WindowStage, clean_up
 from swarm.errors import MessageError, UsageError
-from swarm.messages import MAX_POSITION, MAX_STOP_IDS
+from swarm.messages import MAX_POSITION, MAX_REPETITION, MAX_STOP_IDS, MIN_REPETITION
 from swarm.template import MAX_TEMPLATE_BYTES, TemplateLimits, TemplateRenderer
 
 MAX_FILE_BYTES = {
@@ -77,6 +77,8 @@ class SamplingDefaults:
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,17 +101,21 @@ class ModelFacts:
             context=facts.integer_or_none("context_length", 1, MAX_POSITION),
             # one beyond this vocabulary (a cut model with the config of a whole one) is never generated
             eos_ids=facts.integers("eos_token_ids", 0, MAX_VOCABULARY, MAX_STOP_IDS),
-            sampling=_sampling(facts.nested("sampling")),
+            sampling=_sampling(facts.nested("sampling"), facts),
         )
 
 
-def _sampling(fields: _Fields) -> SamplingDefaults:
+def _sampling(fields: _Fields, facts: _Fields) -> SamplingDefaults:
+    """A repetition penalty holds for greedy answers too, so it stands outside of what only sampling needs."""
+    repetition = facts.number("repetition_penalty", MIN_REPETITION, MAX_REPETITION, missing=1.0)
     if not fields.names():
-        return SamplingDefaults()
+        return SamplingDefaults(repetition_penalty=repetition)
     return SamplingDefaults(
         temperature=fields.number("temperature", 0.0, 100.0),
         top_k=fields.integer("top_k", 0, MAX_POSITION),
         top_p=fields.number("top_p", 0.0, 1.0),
+        min_p=fields.number("min_p", 0.0, 1.0, missing=0.0),
+        repetition_penalty=repetition,
     )
 
 
@@ -224,6 +230,11 @@ class TextCodec:
         """The text without special tokens. Ids that the tokenizer doesn't know have no text."""
         text = self._decode_visible(self._visible(ids))
         return clean_up(text) if self._cleaned else text
+
+    def spell(self, token_id: int) -> str:
+        """One token by itself, special ones included; a part of a character is the replacement character."""
+        text = self._text(token_id)
+        return text if text is not None and text in self._special else self.decode([token_id])
 
     def detokenizer(self, stop: Sequence[str] = ()) -> IncrementalText:
         """For one answer. Raises UsageError on stop strings that are empty, too long or too many."""
@@ -428,8 +439,8 @@ class _Fields:
             raise self._wrong(name, f"a list of at most {most} numbers")
         return tuple(_Fields(self._file, {name: value}).integer(name, low, high) for value in values)
 
-    def number(self, name: str, low: float, high: float) -> float:
-        value: Json = self._values.get(name)
+    def number(self, name: str, low: float, high: float, missing: float | None = None) -> float:
+        value: Json = self._values.get(name, missing)
         # compared first: a whole number may be too large for a float, and isfinite would make it one
         if type(value) not in (int, float) or not low <= value <= high:
             raise self._wrong(name, f"a number from {low:g} to {high:g}")

@@ -6,6 +6,9 @@ What goes on within one connection is `link.py`'s.
 Two peers may dial each other at once. Then both connections live, new streams use the one that the lower
 PeerId dialled (the newest of them), and the other is closed once it has had no stream for DUPLICATE_LINGER_S.
 
+Strangers: what comes in is a bare socket until `door.py` gives it a turn, so that a flood costs an `accept` and a
+`close` each, and those only at a bounded pace. Where descriptors run out, an idle connection makes room.
+
 What fails how: `dial` raises Unreachable, IdentityError, VersionMismatch or HandshakeError; a stream raises
 StreamClosed. A stream handler that raises a RemoteError resets its own stream; anything else it raises is
 our bug: logged, shown to the event loop's exception handler, and the stream is reset with "internal error".
@@ -14,7 +17,6 @@ our bug: logged, shown to the event loop's exception handler, and the stream is 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
 import logging
 import os
@@ -28,6 +30,7 @@ from typing import Any, Protocol
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 from swarm.addresses import DEFAULT_PORT, Address, parse_address
+from swarm.door import MAX_PENDING, Door
 from swarm.errors import (
     HandshakeError,
     IdentityError,
@@ -51,8 +54,15 @@ log = logging.getLogger("swarm.transport")
 PORTS_TRIED = 200  # several peers on one host each take the next free one
 DIAL_TIMEOUT_S = 5.0
 NEXT_ADDRESS_S = 0.25  # a peer's next address is tried beside the last (RFC 8305's delay)
-MAX_PENDING = 64  # handshakes of strangers at once
-MAX_LINKS = 768  # under the usual 1,024 file descriptors of a process
+MAX_LINKS = 768  # in both directions, under the usual 1,024 file descriptors of a process
+LEAST_LINKS = 32  # however few descriptors there are
+BACKLOG = 128  # connections that the kernel keeps for us meanwhile
+# Sockets accepted in a row before the loop gets its turn, and how long that is: 1,600 a second, a tenth of its time.
+ACCEPTS_PER_TURN = 16
+ACCEPT_PAUSE_S = 0.01
+NO_DESCRIPTOR_PAUSE_S = 0.2  # before the next try to accept where the system has nothing left
+TELL_AGAIN_S = 60.0  # between warnings of that
+OUT_OF_DESCRIPTORS = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 NOTSENT_LOWAT = 128 << 10  # in the kernel: enough to keep a fast link busy, too little to delay a decode step
 DUPLICATE_LINGER_S = 10.0
 CLOSE_TIMEOUT_S = 1.0  # for a last word to leave
@@ -96,13 +106,17 @@ class Transport:
         self._static = X25519PrivateKey.generate()  # as old as the process, never on disk
         self._preferred: dict[PeerId, Link] = {}
         self._established: dict[PeerId, list[Link]] = {}
-        self._pending: dict[Link, None] = {}  # incoming, in handshake, oldest first
+        self._most_links = _most_links()
+        self._door: Door[_Caller] = Door(_Caller.is_busy, self._most_links, monotonic())
+        self._callers: dict[Link, _Caller] = {}  # of those that came in
+        self._turn_timer: asyncio.TimerHandle | None = None
+        self._warned_at: float | None = None  # that descriptors ran out
         self._sockets: set[Link] = set()  # every link whose socket isn't gone
         self._handlers: dict[type[Message], Handler] = {}
         self._first_limits: dict[type[Message], int] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         self._dialling: dict[PeerId, asyncio.Task[Link]] = {}
-        self._servers: list[asyncio.Server] = []
+        self._listening: list[socket.socket] = []
         self._closing = False
 
     @property
@@ -138,10 +152,9 @@ class Transport:
         else:
             raise PortTaken(host or "any interface", port if port is not None else DEFAULT_PORT + PORTS_TRIED)
         self.port = int(sockets[0].getsockname()[1])
+        self._listening += sockets
         for sock in sockets:
-            self._servers.append(
-                await self.loop.create_server(self._incoming, sock=sock, backlog=MAX_PENDING)
-            )
+            self._own(self._accept(sock))
         return [str(Address(None, sock.getsockname()[0], self.port)) for sock in sockets]
 
     async def _places(self, host: str | None) -> list[tuple[int, str]]:
@@ -154,8 +167,63 @@ class Transport:
             raise UsageError(f"can't listen on {host!r}: {why}; give an address of this machine") from None
         return [(int(info[0]), str(info[4][0])) for info in found]
 
-    def _incoming(self) -> Link:
-        return self._new_link(dialled=False)
+    async def _accept(self, listening: socket.socket) -> None:
+        """Take in what connects, for as long as we listen. Never ends by itself."""
+        in_a_row = 0
+        while True:
+            in_a_row += 1
+            if in_a_row > ACCEPTS_PER_TURN:
+                in_a_row = 0
+                await asyncio.sleep(ACCEPT_PAUSE_S)
+            try:
+                sock, address = await self.loop.sock_accept(listening)
+            except OSError as error:
+                if error.errno in OUT_OF_DESCRIPTORS:
+                    self._out_of_descriptors(error)
+                    await asyncio.sleep(NO_DESCRIPTOR_PAUSE_S)
+                continue  # else it was gone before we took it
+            self._arrived(_Caller(sock, str(address[0]), monotonic()))
+
+    def _arrived(self, caller: _Caller) -> None:
+        for dropped in self._door.knock(caller, caller.host, monotonic()):
+            dropped.drop()
+        self._take_turns()
+
+    def _take_turns(self) -> None:
+        """Begin the handshakes whose turn it is."""
+        if self._turn_timer is not None:
+            self._turn_timer.cancel()
+            self._turn_timer = None
+        for caller in self._door.turns(monotonic()):
+            caller.link = link = self._new_link(dialled=False, since=caller.since)
+            self._callers[link] = caller
+            self._sockets.add(link)
+            self._own(self._attach(caller, link))
+        at = self._door.next_turn_at(monotonic())
+        if at is not None and not self._closing:
+            self._turn_timer = self.loop.call_later(max(0.0, at - monotonic()), self._take_turns)
+
+    async def _attach(self, caller: _Caller, link: Link) -> None:
+        caller.taken = True
+        try:
+            await self.loop.connect_accepted_socket(lambda: link, caller.sock)
+        except OSError as error:  # gone meanwhile
+            log.debug("%r couldn't begin: %s", link, error)
+            caller.sock.close()
+            link.abort()
+
+    def _out_of_descriptors(self, error: OSError) -> None:
+        idle = self._door.make_room()
+        if idle is not None:
+            idle.close("room is needed for another connection")
+        now = monotonic()
+        if self._warned_at is None or now >= self._warned_at + TELL_AGAIN_S:
+            self._warned_at = now
+            log.warning(
+                "no more connections can be accepted now (%s; %d are open): raise the limit with `ulimit -n`",
+                _plain(error),
+                len(self._sockets),
+            )
 
     # ---- dialling
 
@@ -169,6 +237,7 @@ class Transport:
             return self._preferred[address.peer]
         if self._closing:
             raise Unreachable(str(address), "not dialled", "this side is shutting down")
+        self._make_room_to_dial(address)
         link = self._new_link(dialled=True, address=address)
         try:
             async with asyncio.timeout(timeout_s):
@@ -246,9 +315,9 @@ class Transport:
     async def close(self) -> None:
         """Say goodbye to everybody, stop every task, wait until all sockets are gone."""
         self._closing = True
-        await self._stop_accepting()
-        for server in self._servers:
-            server.close()
+        if self._turn_timer is not None:
+            self._turn_timer.cancel()
+        callers = {*self._callers.values(), *self._door.strangers()}
         # Links first, so that the other side hears this reason and not each handler's end.
         for link in list(self._sockets):
             link.close("shutting down")
@@ -256,6 +325,9 @@ class Transport:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        for caller in callers:
+            if not caller.taken:
+                caller.drop()
         links = list(self._sockets)
         try:
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
@@ -266,18 +338,9 @@ class Transport:
                 link.abort()
         for link in links:
             await link.gone.wait()
-        for server in self._servers:
-            await server.wait_closed()
-        self._servers.clear()
-
-    async def _stop_accepting(self) -> None:
-        """asyncio fails with an assertion on a connection that it accepted in the very turn of `Server.close`."""
-        with contextlib.suppress(NotImplementedError, RuntimeError):  # on Windows and uvloop
-            for server in self._servers:
-                for sock in server.sockets:
-                    self.loop.remove_reader(sock.fileno())
-        for _ in range(2):  # those that were accepted become links, which are refused
-            await asyncio.sleep(0)
+        for sock in self._listening:
+            sock.close()
+        self._listening.clear()
 
     # ---- what links tell it
 
@@ -291,22 +354,10 @@ class Transport:
         except OSError as error:  # a platform without them is slower, not broken
             log.debug("socket options: %s", error)
 
-    def accept(self, link: Link) -> bool:
-        """A stranger connected. False: drop it."""
-        if self._closing or len(self._sockets) >= MAX_LINKS:
-            log.debug("%r refused: %d links are open", link, len(self._sockets))
-            return False
-        self._sockets.add(link)
-        self._pending[link] = None
-        if len(self._pending) > MAX_PENDING:
-            # An honest handshake takes a round trip, so the oldest is the least likely to be one.
-            oldest = next(iter(self._pending))
-            del self._pending[oldest]
-            oldest.abort()
-        return True
-
     def established(self, link: Link) -> None:
-        self._pending.pop(link, None)
+        caller = self._callers.get(link)
+        if caller is not None and not self._may_stay(caller):
+            return
         links = self._established.setdefault(link.peer, [])
         links.append(link)
         self._prefer(link.peer)
@@ -315,8 +366,17 @@ class Transport:
             for callback in self.on_link:
                 callback(link)
 
+    def _may_stay(self, newcomer: _Caller) -> bool:
+        """Make room for one more that has proved itself. False: it was closed, others need the room more."""
+        assert newcomer.link is not None
+        self._door.most_links = self._most_links - (len(self._sockets) - len(self._callers))
+        closed = self._door.proved(newcomer, newcomer.link.peer)
+        for caller in closed:
+            caller.close(f"{self._door.inside} connections are open here, and others need the room")
+        return newcomer not in closed
+
     def lost(self, link: Link) -> None:
-        self._pending.pop(link, None)
+        self._leave_door(link)
         links = self._established.get(link.peer, [])
         if link not in links:
             return
@@ -329,7 +389,13 @@ class Transport:
 
     def forget(self, link: Link) -> None:
         self._sockets.discard(link)
-        self._pending.pop(link, None)
+        self._leave_door(link)
+        self._callers.pop(link, None)
+
+    def _leave_door(self, link: Link) -> None:
+        caller = self._callers.get(link)
+        if caller is not None:
+            self._door.gone(caller)
 
     def close_if_duplicate(self, link: Link) -> None:
         """Looked at with each ping: a connection that new streams don't use goes when it has been idle."""
@@ -347,7 +413,18 @@ class Transport:
 
     # ---- inside
 
-    def _new_link(self, dialled: bool, address: Address | None = None) -> Link:
+    def _make_room_to_dial(self, address: Address) -> None:
+        """Of those that we dialled, half of all may stay; the oldest idle one goes. Raises Unreachable."""
+        dialled = [link for link in self._sockets if link.dialled]
+        if len(dialled) < self._most_links // 2:
+            return
+        proved = (link for links in self._established.values() for link in links if link.dialled)
+        idle = [link for link in proved if not link.connection.streams]
+        if not idle:
+            raise Unreachable(str(address), f"{len(dialled)} connections are open already", "end some first")
+        idle[0].close("idle, and another connection is needed")
+
+    def _new_link(self, dialled: bool, address: Address | None = None, since: float | None = None) -> Link:
         connection = Connection(
             "initiator" if dialled else "responder",
             self.identity,
@@ -357,7 +434,7 @@ class Transport:
             static=self._static,
             limits=self._limits,
             first_limits=self._first_limits,
-            now=monotonic(),
+            now=monotonic() if since is None else since,
         )
         link = Link(self, dialled, connection)
         if dialled:
@@ -415,6 +492,43 @@ class Transport:
         return task
 
 
+class _Caller:
+    """A connection that came in: a bare socket until its handshake begins, a link from then on."""
+
+    __slots__ = ("host", "link", "since", "sock", "taken")
+
+    def __init__(self, sock: socket.socket, host: str, since: float) -> None:
+        self.sock, self.host, self.since = sock, host, since
+        self.link: Link | None = None
+        self.taken = False  # the socket is the event loop's
+
+    def is_busy(self) -> bool:
+        return self.link is not None and self.link.connection.streams > 0
+
+    def drop(self) -> None:
+        """Without a word."""
+        if self.link is not None:
+            self.link.abort()
+        if not self.taken:
+            self.sock.close()
+
+    def close(self, reason: str) -> None:
+        if self.link is not None:
+            self.link.close(reason)
+
+
+def _most_links() -> int:
+    """What the process's descriptors allow, with a quarter of them left for everything else."""
+    try:
+        import resource
+    except ImportError:  # Windows, which has no such limit
+        return MAX_LINKS
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return MAX_LINKS
+    return max(LEAST_LINKS, min(MAX_LINKS, soft * 3 // 4 - MAX_PENDING))
+
+
 def _bind(places: Sequence[tuple[int, str]], port: int) -> list[socket.socket]:
     """One socket for each place, all on the same port; [] if the port is taken on any of them."""
     sockets: list[socket.socket] = []
@@ -429,8 +543,8 @@ def _bind(places: Sequence[tuple[int, str]], port: int) -> list[socket.socket]:
             if family == socket.AF_INET6:
                 sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
             sock.bind((host, sockets[0].getsockname()[1] if sockets else port))
-            # Linux lets two bind and only one listen; find out here, not in create_server.
-            sock.listen(MAX_PENDING)
+            # Linux lets two bind and only one listen
+            sock.listen(BACKLOG)
         except OSError as error:
             sock.close()
             if error.errno == errno.EADDRNOTAVAIL and host == "::":

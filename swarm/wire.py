@@ -77,6 +77,7 @@ MAX_REASON = 512  # bytes; reasons are for people
 COALESCE_BYTES = 16 << 10  # small records leave together up to here, in one system call
 MAX_URGENT = 4096  # control frames waiting: only a peer that sends without ever reading gets there
 MAX_PINGS = 16  # outstanding at once
+OUR_LATENESS_S = 1.0  # if a deadline is looked at later than that, this process stood still, not the other side
 
 
 NO_FIRST_LIMITS: Mapping[type[Message], int] = {}
@@ -188,7 +189,9 @@ class Connection:
         self._handshake: Handshake | None = Handshake(
             role, identity, network, expected=expected, check=check, static=static, rng=rng
         )
-        self._opened_at = now
+        self._opened_at = self._looked_at = now
+        self._shaken = 0  # bytes of the handshake so far
+        self._begun_at: float | None = None  # since when a record is arriving
         self._buffer = bytearray()
         self._events: list[Event] = []
         self._urgent: deque[bytes] = deque()
@@ -335,9 +338,9 @@ class Connection:
             return None
         if self._handshake is not None:
             return self._opened_at + self.limits.handshake_s
-        ping_at = self._pinged_at + self.limits.ping_every_s
-        dead_at = self._dead_at()
-        return ping_at if dead_at is None else min(ping_at, dead_at)
+        times = [self._pinged_at, self._looked_at]
+        due = [at + self.limits.ping_every_s for at in times]
+        return min(due + [at for at in (self._dead_at(), self._record_due_at()) if at is not None])
 
     def tick(self, now: float) -> None:
         if self._closed:
@@ -347,11 +350,32 @@ class Connection:
                 text = f"no handshake within {self.limits.handshake_s:g} s; is that a LayerSwarm peer?"
                 self._close(HandshakeError(text), text)
             return
-        dead_at = self._dead_at()
+        dead_at, due_at = self._dead_at(), self._record_due_at()
         if dead_at is not None and now >= dead_at:
             self._close(None, f"nothing heard for {self.limits.dead_after_s:g} s")
-        elif now >= self._pinged_at + self.limits.ping_every_s:
+            return
+        if due_at is not None and now >= due_at:
+            if now < due_at + OUR_LATENESS_S:
+                text = f"a record that began {self.limits.record_s:g} s ago isn't whole"
+                self._close(FramingError(text), text, tell=True)
+                return
+            self._begun_at = now  # it was we who slept, and the rest may be waiting for us
+        if now >= self._looked_at + self.limits.ping_every_s:
+            self._look(now)
+        if now >= self._pinged_at + self.limits.ping_every_s:
             self.ping(now)
+
+    def _look(self, now: float) -> None:
+        """Reset the streams whose messages stand still."""
+        self._looked_at = now
+        limits = self.limits
+        least = int(limits.slowest_bytes_per_s * limits.ping_every_s)
+        for state in list(self._streams.values()):
+            state.look(least)
+            if state.still_in * limits.ping_every_s >= limits.stalled_s:
+                self._fail_stream(state, f"a message stood still for {limits.stalled_s:g} s")
+            elif state.still_out * limits.ping_every_s >= limits.stalled_s:
+                self._fail_stream(state, f"the other side took nothing for {limits.stalled_s:g} s")
 
     def receive_data(self, data: Buffer, now: float) -> None:
         if self._closed:
@@ -398,6 +422,9 @@ class Connection:
         assert handshake is not None
         handshake.receive(data)
         if handshake.done is None:
+            self._shaken += len(data)
+            if self._shaken > self.limits.handshake_bytes:
+                raise HandshakeError(f"a handshake of over {self.limits.handshake_bytes} bytes")
             return b""
         done = handshake.done
         self.peer, self._sender, self._receiver = done.peer, done.sender, done.receiver
@@ -424,6 +451,7 @@ class Connection:
                 return
         if at or whole is not self._buffer:
             self._buffer = bytearray(view[at:])
+            self._begun_at = now if self._buffer else None
 
     def _unseal(self, record: memoryview) -> bytes:
         try:
@@ -634,6 +662,7 @@ class Connection:
         first = state.queue[0]
         parts = first.take(size)
         state.queued -= size
+        state.moved_out += size
         flags = 0
         if first.kind == DATA:
             state.windows[first.priority > 0] -= size + FRAME_COST
@@ -682,6 +711,9 @@ class Connection:
         state.queued = 0
         if state.wants_writable:
             self._events.append(Writable(state.number))
+
+    def _record_due_at(self) -> float | None:
+        return None if self._begun_at is None else self._begun_at + self.limits.record_s
 
     def _dead_at(self) -> float | None:
         """Counted from a ping, so that our own sleep isn't taken for the other side's silence."""

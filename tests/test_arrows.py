@@ -19,6 +19,8 @@ LAYERS = ("routing", "swarm", "peer", "cli")  # each may import itself and what 
 CORES = (
     "swarm/noise.py",
     "swarm/addresses.py",
+    "swarm/buckets.py",
+    "swarm/door.py",
     "swarm/flow.py",
     "swarm/wire.py",
     "swarm/registry.py",

@@ -24,6 +24,7 @@ from peer.capacity import (
     plan_memory,
     show,
 )
+from peer.kv import LayerKV
 from peer.weights import span_prices
 from routing.placement import windows
 from routing.spans import Span
@@ -31,7 +32,7 @@ from swarm.errors import CapacityError, UsageError
 from tests.tiny import LAYERS, MemoryCheckpoint, tiny_model
 
 MIB = 1 << 20
-SHAPE = ModelShape(layers=10, width=64, inner=256, vocab=1000, heads=4, kv_elements=128)
+SHAPE = ModelShape(width=64, inner=256, vocab=1000, heads=4, kv=(LayerKV(2, 32, 32),) * 10)
 
 
 def prices(span: Span) -> int:
@@ -116,7 +117,8 @@ def test_the_sum_of_all_that_is_held_decides() -> None:
 
 def test_a_gpus_memory_holds_no_journal() -> None:
     on_gpu = MemoryPlan(SHAPE, prices, 0, 4, 2, 1000, 32, on_host=False)
-    assert on_gpu.position_bytes(Span(3, 6)) == 3 * 128 * 4
+    assert on_gpu.sizes.bytes(1, Span(3, 6)) == 3 * 128 * 4
+    assert plan(0).sizes.bytes(1, Span(3, 6)) == (3 * 128 + 64) * 4
 
 
 def test_kv_takes_what_is_wanted_where_there_is_room_and_never_more_than_there_is() -> None:
@@ -139,7 +141,7 @@ def test_what_is_planned_is_never_more_than_the_budget(budget: int, sessions: in
         for stop in range(start + 1, 11):
             span = Span(start, stop)
             if made.fits(span):
-                held = made.fixed_bytes(span) + made.kv_tokens(span) * made.position_bytes(span)
+                held = made.fixed_bytes(span) + made.pool_bytes(span)
                 assert held <= budget and made.kv_tokens(span) >= made.least_tokens
                 inner = [Span(a, b) for a, b in ((start, stop - 1), (start + 1, stop)) if a < b]
                 assert all(made.fits(part) for part in inner)
@@ -187,7 +189,7 @@ def test_a_plan_for_a_real_checkpoint_uses_its_headers() -> None:
     checkpoint.close()
     assert made.context == 128 and made.kv_tokens(Span(0, LAYERS)) == 256
     assert made.prices(Span(1, 3)) == span_prices(checkpoint, torch.bfloat16)(Span(1, 3))
-    assert made.kv_bytes(Span(1, 3)) == 2 * 1 * (8 + 8) * 2  # 2 layers, one KV head, 8 + 8 numbers of 2 bytes
+    assert made.kv_bytes(1, Span(1, 3)) == 2 * 1 * (8 + 8) * 2  # 2 layers, one KV head, 8 + 8 numbers of 2 bytes
 
 
 # ---------------------------------------------------------------- machines made of files

@@ -288,7 +288,8 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
     "lacks a tensor": (without_a_tensor, ("model.layers.2.mlp.up_proj.weight", "again")),
     "has truncated weights": (cut, ("model.safetensors", "truncated", "again")),
     "has weights of another size": (
-        lambda d: change_json(d / "config.json", intermediate_size=25), ("has shape [24, 16]", "[25, 16]")
+        lambda d: change_json(d / "config.json", intermediate_size=25),
+        ("has shape [16, 24]", "the config asks for [16, 25]"),
     ),
     "has only pickled weights": (
         lambda d: (d / "model.safetensors").rename(d / "pytorch_model.bin"), ("pickled", "safetensors")
@@ -395,6 +396,25 @@ def test_json_is_one_object_with_everything(swarm: Swarm, whole: TinySwarm, mode
         ("ada", 0, 3),
         ("bob", 3, 6),
     ]
+
+
+def test_json_tells_logprobs_and_several_answers(swarm: Swarm, whole: TinySwarm) -> None:
+    options = ("--max-tokens", "4", "--seed", "7", "--temperature", "1", "--logprobs", "2", "-n", "2")
+    said = swarm("generate", PROMPT, *options, "--json", "--join", whole.address)
+    assert (said.code, said.err) == (0, "")
+    first, second = json.loads(said.out)["choices"]
+    assert (first["seed"], second["seed"]) == (7, 8)
+    assert [one["id"] for one in first["logprobs"]] == first["token_ids"]
+    assert all(len(one["top"]) == 2 and one["logprob"] <= 0 for one in second["logprobs"])
+    swarm("generate", PROMPT, "--logprobs", "2", "--join", whole.address).fails(cli.USAGE, "--logprobs needs --json")
+
+
+def test_a_bias_is_typed_as_id_and_number(swarm: Swarm, whole: TinySwarm) -> None:
+    forced = ("--logit-bias", "30=100", "--max-tokens", "3", "--temperature", "0", "--json")
+    said = swarm("generate", PROMPT, *forced, "--join", whole.address)
+    assert json.loads(said.out)["token_ids"] == [30, 30, 30]
+    swarm("generate", PROMPT, "--logit-bias", "x").fails(cli.USAGE, "such as 42=-5, got 'x'")
+    swarm("generate", PROMPT, "-n", "0").fails(cli.USAGE, "-n")
 
 
 def test_max_tokens_beyond_the_context_are_cut_with_a_note(

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+import torch
 
 from swarm import AsyncClient, Client
 from swarm.client import join_addresses
@@ -107,6 +108,86 @@ async def test_a_top_k_of_one_is_greedy(tiny: Tiny) -> None:
     async with tiny.client(chain="one") as client:
         answer = await client.generate("Why?", max_tokens=24, temperature=1.0, top_k=1)
     assert list(answer.token_ids) == tiny.oracle.greedy(tiny.oracle.chat_ids("Why?"), 24)
+
+
+async def test_a_repetition_penalty_and_a_bias_are_those_of_transformers(tiny: Tiny) -> None:
+    prompt = tiny.oracle.chat_ids("Why?")
+    ids = torch.tensor([prompt])
+    plain = tiny.oracle.greedy(prompt, 24)
+    with torch.inference_mode():
+        out = tiny.oracle.model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False, pad_token_id=0,
+            repetition_penalty=1.8, sequence_bias={(plain[0],): -100.0},
+        )  # fmt: skip
+    right = out[0, len(prompt) :].tolist()
+    async with tiny.client(chain="three") as client:
+        answer = await client.generate(
+            "Why?", max_tokens=24, temperature=0, repetition_penalty=1.8, logit_bias={plain[0]: -100}
+        )
+    assert list(answer.token_ids) == right and right != plain
+
+
+async def test_presence_and_frequency_leave_the_prompt_alone(tiny: Tiny) -> None:
+    """Greedy, with transformers' logits and the penalties by hand."""
+    ids = tiny.oracle.chat_ids("Why?")
+    start, right = len(ids), list[int]()
+    with torch.inference_mode():
+        for _ in range(16):
+            logits = tiny.oracle.model(torch.tensor([ids + right])).logits[0, -1].double()
+            for token in set(right):
+                logits[token] -= 0.4 + 0.3 * right.count(token)
+            right.append(int(logits.argmax()))
+    async with tiny.client(chain="three") as client:
+        answer = await client.generate(
+            "Why?", max_tokens=16, temperature=0, presence_penalty=0.4, frequency_penalty=0.3
+        )
+    plain = tiny.oracle.greedy(ids[:start], 16)
+    assert list(answer.token_ids) == right[: len(answer.token_ids)] and right != plain
+
+
+async def test_logprobs_are_those_of_transformers_model(tiny: Tiny) -> None:
+    async with tiny.client(chain="three") as client:
+        pieces = [piece async for piece in client.stream("Why?", max_tokens=12, temperature=1.3, seed=2, logprobs=4)]
+        none = await client.generate("Why?", max_tokens=3)
+    answer = pieces[-1].final
+    assert answer is not None and answer.logprobs is not None and none.logprobs is None
+    ids = tiny.oracle.chat_ids("Why?") + list(answer.token_ids)
+    with torch.inference_mode():
+        logits = tiny.oracle.model(torch.tensor([ids])).logits[0].double()
+    right = torch.log_softmax(logits, -1)[-len(answer.token_ids) - 1 : -1]
+    for row, said in zip(right, answer.logprobs, strict=True):
+        top = row.topk(4)
+        assert said.logprob == pytest.approx(row[said.id].item(), abs=1e-4)
+        assert [one.id for one in said.top] == top.indices.tolist()
+        assert [one.logprob for one in said.top] == pytest.approx(top.values.tolist(), abs=1e-4)
+        assert said.text == tiny.oracle.tokenizer.decode([said.id])
+    assert [one.id for one in answer.logprobs] == list(answer.token_ids)
+    assert [one for piece in pieces for one in piece.logprobs or ()] == list(answer.logprobs)
+
+
+async def test_several_answers_are_those_of_their_seeds(tiny: Tiny) -> None:
+    options = {"max_tokens": 12, "temperature": 1.0}
+    async with tiny.client(chain="three") as client:
+        many = await client.generate_many("Why?", 3, seed=40, **options)
+        alone = [await client.generate("Why?", seed=seed, **options) for seed in (40, 41, 42)]
+    assert [one.token_ids for one in many] == [one.token_ids for one in alone]
+    assert [one.seed for one in many] == [40, 41, 42]
+    assert len({one.token_ids for one in many}) == 3
+    assert tiny.swarm.held() == {}
+
+
+async def test_when_one_of_several_answers_fails_its_error_is_raised(tiny: Tiny) -> None:
+    async with tiny.client(chain="one") as client:
+        with pytest.raises(PromptTooLong):
+            await client.generate_many("a" * (CONTEXT + 5), 3)
+    assert tiny.swarm.held() == {}
+
+
+async def test_a_bias_of_an_id_that_the_model_lacks_is_refused(tiny: Tiny) -> None:
+    vocabulary = tiny.oracle.model.config.vocab_size
+    async with tiny.client(chain="one") as client:
+        with pytest.raises(UsageError, match=f"the id {vocabulary}, the model's go from 0 to {vocabulary - 1}"):
+            await client.generate("Why?", logit_bias={vocabulary: 1.0})
 
 
 async def test_max_tokens_beyond_the_context_is_cut_with_a_note(tiny: Tiny) -> None:

@@ -17,6 +17,7 @@ from peer.cache import KvPool
 from peer.engine import Engine, EngineConfig, Job, JobResult, measure_speed, measure_workspace, pack
 from peer.families import Way
 from peer.hop import SampleAt
+from peer.kv import KvSizes
 from peer.model import PackedStep, SpanModel, StepOutput
 from peer.weights import load_span
 from routing.spans import Span
@@ -269,7 +270,8 @@ async def test_functions_run_in_the_engines_thread_and_their_errors_come_back(en
 
 async def test_a_session_may_grow_between_steps(engine: Engine, uncut: PreTrainedModel) -> None:
     assert engine.model is not None
-    pool = KvPool(WHOLE, engine.model.kv, 64, dtype=torch.float32)
+    sizes = KvSizes(tuple(engine.model.kv), item_bytes=4, context=64)
+    pool = KvPool(sizes, WHOLE, sizes.bytes(64, WHOLE), dtype=torch.float32)
     cache, ids = pool.reserve("a", 6), prompt(6, 6)
     await engine.submit(Job(cache, WHOLE, 0, ids=ids))
     pool.extend("a", 20)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -21,12 +22,14 @@ from swarm.messages import (
     Extend,
     Fault,
     HopRef,
+    Likelihoods,
     Open,
     Opened,
     Prepare,
     Prepared,
     Renew,
     Resume,
+    Sampling,
     Step,
     Tokens,
     Unknown,
@@ -34,7 +37,7 @@ from swarm.messages import (
     WhereIs,
     Working,
 )
-from swarm.tensors import ids_tensor, read_ids
+from swarm.tensors import RawTensor, floats_tensor, ids_tensor, read_ids
 
 CLIENT, FIRST, MIDDLE, LAST = (peer_id(bytes([n]) * 32) for n in range(1, 5))
 SESSION = bytes(16)
@@ -99,12 +102,14 @@ class Bench:
         values |= {"limit": 60, "ids": ids_tensor(ids)} | fields
         return self.say(Resume(epoch, **values))
 
-    def compute(self, effects: list[Any], token: int | None = None) -> list[Any]:
+    def compute(
+        self, effects: list[Any], token: int | None = None, likely: Likelihoods | None = None
+    ) -> list[Any]:
         """Answer the one Compute among `effects`; output row = 10 x input."""
         (job,) = [effect for effect in effects if isinstance(effect, Compute)]
         rows = list(job.ids if job.ids is not None else job.payload)
         output = None if self.start == 4 else [10 * row for row in rows]
-        self.hop.computed(job, output, token, self.now)
+        self.hop.computed(job, output, token, self.now, likelihoods=likely)
         return self.hop.drain()
 
     def step(
@@ -276,8 +281,10 @@ def last_hop(**resume: Any) -> Bench:
     return bench
 
 
-def drawn(bench: Bench, round_: int, position: int, token: int) -> list[Any]:
-    return bench.compute(bench.step(round_, position, [3], sample=True), token)
+def drawn(
+    bench: Bench, round_: int, position: int, token: int, likely: Likelihoods | None = None
+) -> list[Any]:
+    return bench.compute(bench.step(round_, position, [3], sample=True), token, likely)
 
 
 def test_the_last_hop_samples_only_flagged_steps_and_tells_client_and_first() -> None:
@@ -304,6 +311,25 @@ def test_a_client_that_missed_tokens_gets_them_again() -> None:
     drawn(bench, 1, 3, 56)
     (tokens,) = told(bench.say(Credit(1, 50, 3)))
     assert tokens.first_position == 3 and read_ids(tokens.ids) == [55, 56]
+
+
+def test_tokens_that_are_asked_for_again_come_with_their_likelihoods() -> None:
+    said = [Likelihoods(-0.5, ((55, -0.5), (9, -1.25))), Likelihoods(-2.0, ((7, -0.25), (8, -1.75)))]
+    bench = last_hop(sampling=Sampling(logprobs=2))
+    drawn(bench, 0, 2, 55, said[0])
+    (tokens,) = told(drawn(bench, 1, 3, 56, said[1]))
+    assert tokens.likelihoods() == (said[1],)
+    (tokens,) = told(bench.say(Credit(1, 50, 3)))
+    assert tokens.likelihoods() == tuple(said)
+
+
+def test_a_resume_with_half_a_bias_costs_the_stream() -> None:
+    bench = Bench(4).opened()
+    for ids, bias in (([1], [1.0, 2.0]), ([1], [float("nan")]), ([1], [101.0]), ([-1], [1.0])):
+        with pytest.raises(MessageError):
+            bench.resumed(bias_ids=RawTensor("int32", (len(ids),), np.array(ids, "<i4").tobytes()),
+                          bias=floats_tensor(bias))  # fmt: skip
+    assert bench.hop.accepts(1) == "later"
 
 
 @pytest.mark.parametrize(("resume", "finish"), [({"stop_ids": (55,)}, "stop"), ({"limit": 4}, "length")])

@@ -174,7 +174,7 @@ async def test_a_client_can_listen_to_one_model_only(swarm: Swarm) -> None:
     first = await swarm.peer("a")
     second = await swarm.peer("b", [address(first)], fingerprint=b"g" * 32)
     await agree([first, second], {"a", "b"})
-    client = await swarm.client([address(first)], fingerprint=FINGERPRINT)
+    client = await swarm.client([address(first)], only=(FINGERPRINT,))
     assert names(client) == {"a"}
     everything = await swarm.client([address(first)])
     assert [e.descriptor.name for e in everything.entries(b"g" * 32)] == ["b"]

@@ -1,374 +1,25 @@
-"""registry.py and what it ties together (records, table, owner, neighbour, circle), in virtual time."""
+"""registry.py and what it ties together (table, owner, neighbour, circle, budget), in virtual time."""
 
 from __future__ import annotations
 
 import dataclasses
 import random
 
-import msgpack
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from routing.spans import Span, Speed
+from routing.spans import Span
 from swarm import circle, table
-from swarm.errors import MessageError, UsageError
+from swarm.errors import MessageError
 from swarm.identity import Identity
-from swarm.messages import MAX_RECORD_BYTES, Ask, Delta, Digest, Offer, Subscribe, Told
+from swarm.messages import Ask, Delta, Digest, GossipHello, Offer, Subscribe, Told
 from swarm.owner import heartbeat_interval_s
-from swarm.records import (
-    COORDINATES,
-    MAX_HEARTBEAT_BYTES,
-    MAX_LEASE_S,
-    SIGNATURE_BYTES,
-    Descriptor,
-    Heartbeat,
-    Leave,
-    Record,
-    brief,
-    from_brief,
-    open_descriptor,
-    open_record,
-    record_hash,
-    sign_record,
-)
+from swarm.records import open_record
 from swarm.registry import Kind, Registry
-from swarm.table import Table, Verdict
-from tests.sim.registries import FINGERPRINT, World, descriptor, serving, through_the_wire
-
-LEASE_S = 15.0  # protocol.md and issue 5: three heartbeats of 5 s in a small swarm
-ALICE = Identity.from_seed(b"a" * 32)
-
-
-# ---------------------------------------------------------------- records
-
-
-def a_descriptor(identity: Identity = ALICE, seq: int = 1, **changes: object) -> Descriptor:
-    return descriptor(peer=identity.peer_id, seq=seq, **changes)
-
-
-def a_heartbeat(of: bytes, seq: int, identity: Identity = ALICE, **changes: object) -> Heartbeat:
-    values: dict[str, object] = {
-        "peer": identity.peer_id,
-        "seq": seq,
-        "descriptor_hash": record_hash(of),
-        "issued_ms": 5,
-        "lease_s": LEASE_S,
-        "state": "serving",
-    }
-    return Heartbeat(**(values | changes))  # type: ignore[arg-type]
-
-
-def told(
-    seq: int = 1, beat: int | None = None, age_s: float = 0.0, identity: Identity = ALICE, **changes: object
-) -> Told:
-    """A signed descriptor `seq` with a heartbeat on it."""
-    data = sign_record(identity, a_descriptor(identity, seq, **changes))
-    head = sign_record(identity, a_heartbeat(data, seq + 1 if beat is None else beat, identity))
-    return Told(head, age_s, data)
-
-
-def left(seq: int, age_s: float = 0.0) -> Told:
-    return Told(sign_record(ALICE, Leave(ALICE.peer_id, seq, LEASE_S)), age_s)
-
-
-@pytest.mark.parametrize(
-    "record",
-    [
-        a_descriptor(),
-        a_heartbeat(b"x", 2, speed=Speed(0.5, 0.25, 0.125, 2.0, 4.0), sessions=3, queue_s=1.5),
-        Leave(ALICE.peer_id, 7, 15.0),
-    ],
-)
-def test_a_record_survives_signing_and_opening(record: Record) -> None:
-    assert open_record(sign_record(ALICE, record)) == record
-
-
-def test_every_flipped_bit_of_a_record_is_noticed() -> None:
-    signed = sign_record(ALICE, a_descriptor())
-    for at in range(0, 8 * len(signed), 7):
-        broken = bytearray(signed)
-        broken[at // 8] ^= 1 << at % 8
-        with pytest.raises(MessageError):
-            open_record(bytes(broken))
-
-
-def test_nobody_signs_for_somebody_else() -> None:
-    signed = sign_record(ALICE, a_descriptor())
-    mallory = Identity.ephemeral()
-    forged = mallory.sign(b"record", signed[SIGNATURE_BYTES:]) + signed[SIGNATURE_BYTES:]
-    with pytest.raises(MessageError, match="didn't sign"):
-        open_record(forged)
-
-
-def test_a_signature_for_another_purpose_is_no_record() -> None:
-    payload = sign_record(ALICE, a_descriptor())[SIGNATURE_BYTES:]
-    with pytest.raises(MessageError, match="didn't sign"):
-        open_record(ALICE.sign(b"handshake", payload) + payload)
-
-
-def test_a_newer_release_may_add_keys() -> None:
-    values = msgpack.unpackb(sign_record(ALICE, a_descriptor())[SIGNATURE_BYTES:])
-    payload = msgpack.packb(values | {"zz": [1, 2]}, use_single_float=True)
-    assert open_record(ALICE.sign(b"record", payload) + payload) == a_descriptor()
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"span": Span(0, 31)},
-        {"name": "\x1b[2Jevil"},
-        {"model": "two\nlines"},
-        {"fingerprint": b"short"},
-        {"addresses": ("a:1",) * 9},
-        {"seq": -1},
-        {"context": 1 << 40},
-    ],
-)
-def test_what_others_would_refuse_is_not_signed(changes: dict[str, object]) -> None:
-    with pytest.raises(MessageError):
-        sign_record(ALICE, dataclasses.replace(a_descriptor(), **changes))  # type: ignore[arg-type]
-
-
-def test_descriptor_and_heartbeat_stay_within_their_kibibyte() -> None:
-    """The largest heartbeat there is, and a descriptor one byte larger than allowed."""
-    largest = a_heartbeat(
-        b"x", (1 << 62) - 1, issued_ms=(1 << 62) - 1, lease_s=MAX_LEASE_S, state="draining",
-        sessions=1 << 20, free_kv_tokens=1 << 40, queue_s=1e6, speed=Speed(1e6, 1e6, 1e6, 1e6, 1e6),
-        tokens_per_s=1e9,
-    )  # fmt: skip
-    heartbeat_bytes = len(sign_record(ALICE, largest))
-    with pytest.raises(UsageError, match="fewer or shorter addresses"):
-        sign_record(ALICE, a_descriptor(addresses=("x" * 80,) * 8))
-    room = 80
-    while True:
-        try:
-            descriptor_bytes = len(
-                sign_record(ALICE, a_descriptor(addresses=("x" * 80,) * 4 + ("y" * room,)))
-            )
-            break
-        except UsageError:
-            room -= 1
-    assert descriptor_bytes + heartbeat_bytes <= MAX_RECORD_BYTES
-
-
-def test_a_usual_heartbeat_takes_about_180_bytes_and_has_room_for_coordinates() -> None:
-    """Issue 5: about 180 bytes signed. Coordinates: 3 of them, a height and an error, 2 bytes each."""
-    usual = a_heartbeat(
-        b"x", 1_764_000_000_001, issued_ms=1_764_000_000_001, sessions=3, free_kv_tokens=100_000,
-        queue_s=0.25, speed=Speed(0.002, 0.001, 0.001, 0.005, 0.0001), tokens_per_s=31.4,
-    )  # fmt: skip
-    signed = sign_record(ALICE, usual)
-    assert 170 <= len(signed) <= 195
-    values = msgpack.unpackb(signed[SIGNATURE_BYTES:])
-    payload = msgpack.packb(values | {COORDINATES: brief((1.5, -2.5, 0.25, 0.01, 0.125))})
-    later = ALICE.sign(b"record", payload) + payload
-    assert len(later) <= MAX_HEARTBEAT_BYTES
-    assert open_record(later) == open_record(signed)
-
-
-@given(st.lists(st.floats(0.0, 1e6, width=32), max_size=5))
-def test_brief_figures_are_wrong_by_less_than_half_a_percent(figures: list[float]) -> None:
-    assert from_brief(brief(figures)) == pytest.approx(figures, rel=0.004, abs=1e-37)
-
-
-def test_the_age_of_a_record_never_shrinks_on_the_way() -> None:
-    for age_s in (0.0, 0.0004, 1.23456, 14.9999):
-        arrived = through_the_wire(Delta((told(age_s=age_s),)))
-        assert isinstance(arrived, Delta)
-        assert age_s <= arrived.records[0].age_s < age_s + 0.001
-
-
-def test_bytes_that_are_no_record_are_refused() -> None:
-    rng = random.Random(1)
-    for payload in (b"", b"\xc1", b"\x91" * 900, b"\x80", msgpack.packb({"": "q"}), msgpack.packb({"": ["d"]}),
-                    rng.randbytes(200), b"\xdf\xff\xff\xff\xff", msgpack.packb({"": "d"})):  # fmt: skip
-        with pytest.raises(MessageError):
-            open_record(ALICE.sign(b"record", payload) + payload)
-
-
-def test_a_heartbeat_is_no_descriptor() -> None:
-    with pytest.raises(MessageError, match="expected a descriptor"):
-        open_descriptor(told().head)
-
-
-# ---------------------------------------------------------------- the table
-
-
-def test_a_lease_is_what_remains_of_it() -> None:
-    held = Table()
-    held.accept(told(age_s=10.0), now=100.0)
-    (entry,) = held.live(101.0)
-    assert (entry.age_s, entry.lease_left_s) == (11.0, 4.0)
-    assert held.live(105.0) == ()
-    assert held.lapse(105.0) == [ALICE.peer_id]
-
-
-def test_a_repeated_heartbeat_stretches_nothing() -> None:
-    held = Table()
-    held.accept(told(age_s=10.0), now=100.0)
-    assert held.accept(told(age_s=0.0), now=104.0) is Verdict.STALE
-    assert held.live(105.0) == ()
-
-
-def test_a_lapsed_record_comes_back_only_by_its_owner() -> None:
-    held = Table()
-    held.accept(told(seq=10, beat=20), now=0.0)
-    held.lapse(LEASE_S)
-    for ghost in (told(seq=10, beat=20), told(seq=10, beat=15), told(seq=5, beat=19)):
-        assert held.accept(ghost, now=LEASE_S + 1) is Verdict.STALE
-    assert held.live(LEASE_S + 1) == ()
-    assert held.accept(told(seq=21), now=LEASE_S + 2) is Verdict.CHANGED
-    assert len(held.live(LEASE_S + 2)) == 1
-
-
-def test_a_restarted_peer_outlives_its_old_record() -> None:
-    held = Table()
-    held.accept(told(seq=30), now=0.0)
-    held.accept(told(seq=10, beat=5000, name="old"), now=1.0)
-    assert [entry.descriptor.name for entry in held.live(1.0)] == ["laptop"]
-
-
-def test_a_tombstone_lasts_longer_than_any_lease() -> None:
-    held = Table()
-    held.accept(told(seq=10), now=0.0)
-    held.lapse(LEASE_S)
-    held.lapse(LEASE_S + MAX_LEASE_S + 1)
-    assert held.accept(told(seq=9), now=LEASE_S + MAX_LEASE_S + 1) is Verdict.STALE
-
-
-def test_of_equal_numbers_the_larger_hash_wins_in_any_order() -> None:
-    one, other = told(seq=5, name="one"), told(seq=5, name="other")
-    winners = set()
-    for order in ((one, other), (other, one)):
-        held = Table()
-        for each in order:
-            held.accept(each, now=0.0)
-        winners.add(held.live(0.0)[0].descriptor.name)
-    assert one.descriptor is not None and other.descriptor is not None
-    larger = max(one.descriptor, other.descriptor, key=record_hash)
-    assert winners == {open_descriptor(larger).name}
-
-
-def test_a_leave_ends_a_record_and_stays_until_its_lease_would_have_ended() -> None:
-    held = Table()
-    held.accept(told(seq=10, beat=20), now=0.0)
-    assert held.accept(left(21), now=1.0) is Verdict.CHANGED
-    assert held.live(1.0) == ()
-    assert held.accept(told(seq=10, beat=19), now=2.0) is Verdict.STALE
-    assert ALICE.peer_id in held
-    held.lapse(1.0 + LEASE_S)
-    assert ALICE.peer_id not in held
-    assert held.accept(told(seq=10, beat=20), now=20.0) is Verdict.STALE
-
-
-def test_a_leave_that_comes_first_stops_what_comes_after_it() -> None:
-    held = Table()
-    held.accept(left(21), now=0.0)
-    assert held.accept(told(seq=10, beat=20), now=0.0) is Verdict.STALE
-    assert held.accept(told(seq=22), now=0.0) is Verdict.CHANGED
-
-
-def test_a_heartbeat_alone_renews_only_the_descriptor_it_names() -> None:
-    held = Table()
-    held.accept(told(seq=10, beat=11), now=0.0)
-    renewal = dataclasses.replace(told(seq=10, beat=12), descriptor=None)
-    other = dataclasses.replace(told(seq=12, beat=13), descriptor=None)
-    assert held.accept(other, now=1.0) is Verdict.INCOMPLETE
-    assert held.accept(renewal, now=1.0) is Verdict.RENEWED
-    assert held.live(1.0)[0].heartbeat.seq == 12
-
-
-def test_a_heartbeat_cannot_be_combined_with_another_descriptor() -> None:
-    mixed = Told(told(seq=10).head, 0.0, told(seq=11).descriptor)
-    someone_elses = Told(told(seq=10).head, 0.0, told(identity=Identity.ephemeral()).descriptor)
-    not_newer = told(seq=10, beat=10)
-    a_heartbeat_instead = Told(told().head, 0.0, told().head)
-    for bad in (mixed, someone_elses, not_newer, a_heartbeat_instead, Told(told().descriptor or b"", 0.0)):
-        held = Table()
-        with pytest.raises(MessageError):
-            held.accept(bad, now=0.0)
-        assert held.live(0.0) == () and ALICE.peer_id not in held
-
-
-def test_a_descriptor_that_nobody_signed_is_not_held_even_if_a_heartbeat_names_it() -> None:
-    unsigned = bytes(SIGNATURE_BYTES) + sign_record(ALICE, a_descriptor())[SIGNATURE_BYTES:]
-    held = Table()
-    with pytest.raises(MessageError, match=r"Descriptor that peer .* didn't sign"):
-        held.accept(Told(sign_record(ALICE, a_heartbeat(unsigned, 2)), 0.0, unsigned), now=0.0)
-    assert ALICE.peer_id not in held
-
-
-def test_old_addresses_are_tried_each_in_its_turn_and_for_ever() -> None:
-    registry = Registry(ALICE, now=0.0, rng=random.Random(3))
-    for n in range(5):
-        registry.remember(f"h{n}:1")
-    tried: list[str] = []
-    now = 0.0
-    while len(tried) < 20:
-        now = max(now, registry.deadline)
-        registry.tick(now)
-        for action in registry.actions():
-            assert isinstance(action, circle.ReachAddress)
-            tried.append(action.address)
-            registry.unreached(action.address, now)
-    assert set(tried[:6]) == {f"h{n}:1" for n in range(5)}
-    assert min(tried.count(address) for address in set(tried)) >= 3
-
-
-def test_a_forged_record_does_not_touch_a_good_one() -> None:
-    held = Table()
-    held.accept(told(seq=10), now=0.0)
-    good = told(seq=20)
-    for bad in (
-        dataclasses.replace(good, head=b"\0" * SIGNATURE_BYTES + good.head[SIGNATURE_BYTES:]),
-        dataclasses.replace(good, head=good.head[:-1]),
-    ):
-        with pytest.raises(MessageError):
-            held.accept(bad, now=1.0)
-    assert held.live(1.0)[0].descriptor.seq == 10
-
-
-def test_an_already_lapsed_record_is_not_taken_and_does_not_block_a_fresh_one() -> None:
-    held = Table()
-    assert held.accept(told(seq=10, age_s=LEASE_S), now=0.0) is Verdict.STALE
-    assert held.accept(told(seq=10, age_s=1.0), now=0.0) is Verdict.CHANGED
-
-
-def test_the_table_and_its_tombstones_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(table, "MAX_PEERS", 3)
-    monkeypatch.setattr(table, "MAX_GONE", 2)
-    held = Table()
-    many = [told(identity=Identity.from_seed(bytes([n]) * 32)) for n in range(5)]
-    verdicts = [held.accept(one, now=0.0) for one in many]
-    assert verdicts == [Verdict.CHANGED] * 3 + [Verdict.NO_ROOM] * 2
-    assert len(held.lapse(LEASE_S)) == 3
-    assert len(held.lapsed()) == 2
-
-
-def test_known_peers_count_those_that_went_missing_but_not_those_that_left() -> None:
-    held = Table()
-    bob = Identity.ephemeral()
-    held.accept(told(seq=1), now=0.0)
-    held.accept(told(seq=1, identity=bob), now=0.0)
-    assert held.known(0.0) == 2
-    held.lapse(LEASE_S)
-    assert (len(held.live(LEASE_S)), held.known(LEASE_S)) == (0, 2)
-    held.accept(told(seq=5), now=LEASE_S)
-    held.accept(left(7), now=LEASE_S)
-    held.lapse(3 * LEASE_S)
-    assert held.known(3 * LEASE_S) == 1
-    assert held.known(3 * LEASE_S, b"g" * 32) == 0
-    assert held.known(LEASE_S + table.RECENT_S + 1) == 0
-
-
-def test_the_heap_of_lapses_stays_small_under_renewals() -> None:
-    held = Table()
-    for beat in range(2, 1000):
-        held.accept(told(seq=1, beat=beat), now=float(beat))
-    assert len(held._lapses) < 100
-
+from tests.sim.registries import World, descriptor, serving
+from tests.told import ALICE, LEASE_S, told
 
 # ---------------------------------------------------------------- heartbeats
 
@@ -563,19 +214,6 @@ def test_a_client_has_the_snapshot_after_one_round_trip() -> None:
     assert world.now - started <= 0.06  # the greeting takes no time in this world, the answer one delay
 
 
-def test_a_client_hears_of_one_model_only_if_it_says_so() -> None:
-    world = World(14)
-    world.peers(3)
-    world.add("q")
-    world.publish("q", fingerprint=b"g" * 32)
-    world.connect("q", "p0")
-    world.run(20.0)
-    world.add("c", client=True, fingerprint=FINGERPRINT)
-    world.connect("c", "p0")
-    world.run(60.0)
-    assert world.listed("c") == {"p0", "p1", "p2"}
-
-
 def test_a_client_follows_changes_and_subscribes_at_three_peers() -> None:
     world = World(15)
     names = world.peers(8)
@@ -724,11 +362,16 @@ def test_digests_without_end_are_answered_twice_a_second_at_most() -> None:
 def test_greeting_twice_or_wrongly_ends_the_stream() -> None:
     registry, key = attached(Kind.SUBSCRIBER)
     registry.receive(key, Subscribe(None), 0.0)
-    with pytest.raises(MessageError, match="twice"):
-        registry.receive(key, Subscribe(None), 0.0)
+    with pytest.raises(MessageError, match="GossipHello"):
+        registry.receive(key, GossipHello(snapshot=False), 0.0)
     gossip, key = attached(Kind.GOSSIP)
-    with pytest.raises(MessageError):
-        gossip.receive(key, Subscribe(None), 0.0)
+    for greeting in (Subscribe(None), GossipHello(snapshot=False)):  # it was we who opened this one
+        with pytest.raises(MessageError):
+            gossip.receive(key, greeting, 0.0)
+    gossip.attach(2, ALICE.peer_id, Kind.GOSSIP, opened_here=False, now=0.0)
+    gossip.receive(2, GossipHello(snapshot=False), 0.0)
+    with pytest.raises(MessageError, match="twice"):
+        gossip.receive(2, GossipHello(snapshot=False), 0.0)
 
 
 def test_an_impossible_descriptor_is_refused_and_nothing_changes() -> None:

@@ -7,9 +7,17 @@ import math
 import numpy as np
 import pytest
 import torch
-from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
-from peer.sampling import filter_logits, gumbel_noise, sample
+from peer.sampling import filter_logits, gumbel_noise, likelihoods, sample, shift_logits
 from swarm.messages import Sampling
 
 torch.set_num_threads(1)
@@ -20,6 +28,9 @@ CASES = [
     Sampling(temperature=0.5, top_k=40, top_p=0.9),
     Sampling(temperature=2.0, top_p=0.0),
     Sampling(temperature=1.0, top_k=10_000, top_p=0.999),
+    Sampling(temperature=0.9, min_p=0.1),
+    Sampling(temperature=1.0, min_p=1.0),
+    Sampling(temperature=1.5, top_k=60, top_p=0.95, min_p=0.02),
 ]
 
 
@@ -30,6 +41,8 @@ def processors(sampling: Sampling) -> LogitsProcessorList:
         made.append(TopKLogitsWarper(sampling.top_k))
     if sampling.top_p < 1.0:
         made.append(TopPLogitsWarper(sampling.top_p))
+    if sampling.min_p:
+        made.append(MinPLogitsWarper(sampling.min_p))
     return made
 
 
@@ -44,6 +57,68 @@ def test_filters_equal_those_of_transformers(sampling: Sampling, seed: int) -> N
     assert np.array_equal(np.isfinite(ours), np.isfinite(theirs))
     kept = np.isfinite(ours)
     assert np.allclose(ours[kept], theirs[kept])
+
+
+SHIFTS = [
+    Sampling(repetition_penalty=1.3),
+    Sampling(repetition_penalty=0.7),
+    Sampling(logit_bias=((3, 5.0), (299, -100.0))),
+    Sampling(repetition_penalty=1.2, logit_bias=((7, -2.5), (8, 2.5), (9, 0.25))),
+]
+
+
+@pytest.mark.parametrize("sampling", SHIFTS)
+@pytest.mark.parametrize("seed", range(5))
+def test_bias_and_repetition_penalty_equal_those_of_transformers(sampling: Sampling, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    logits, ids = rng.normal(0.0, 3.0, 300), [7, 8, *rng.integers(0, 300, 40).tolist()]
+    made = LogitsProcessorList()  # in the order of transformers' own _get_logits_processor
+    if sampling.logit_bias:
+        made.append(SequenceBiasLogitsProcessor({(token,): bias for token, bias in sampling.logit_bias}))
+    made.append(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
+    theirs = made(torch.tensor([ids]), torch.from_numpy(logits.astype(np.float32))[None])[0].numpy()
+    assert np.allclose(shift_logits(logits.copy(), sampling, ids), theirs, atol=1e-5)
+    assert sample(logits, sampling, 40, ids) == int(theirs.argmax())
+
+
+def test_presence_and_frequency_count_what_the_answer_has() -> None:
+    # By hand, from OpenAI's definition: logit - count * frequency - (count > 0) * presence.
+    sampling = Sampling(presence_penalty=0.5, frequency_penalty=0.25, answer_from=3)
+    ids = [0, 1, 1, 2, 4, 4, 4]  # the prompt is 0, 1, 1
+    shifted = shift_logits(np.array([1.0, 1.0, 1.0, 1.0, 1.0]), sampling, ids)
+    assert shifted.tolist() == [1.0, 1.0, 0.25, 1.0, -0.25]
+
+
+def test_the_logits_given_stay_as_they_were() -> None:
+    logits = np.array([1.0, 2.0, 3.0], dtype=np.float32)
+    assert sample(logits, Sampling(logit_bias=((0, 50.0),), repetition_penalty=2.0), 3, [0, 1, 2]) == 0
+    assert logits.tolist() == [1.0, 2.0, 3.0]
+
+
+def test_ids_beyond_the_vocabulary_change_nothing() -> None:
+    logits = np.array([1.0, 2.0, 3.0])
+    sampling = Sampling(repetition_penalty=2.0, presence_penalty=1.0, logit_bias=((3, 9.0), (1 << 24, 9.0)))
+    assert shift_logits(logits.copy(), sampling, [3, 70_000]).tolist() == logits.tolist()
+
+
+@pytest.mark.parametrize("count", [0, 1, 5, 20, 300])
+def test_likelihoods_are_the_log_softmax_of_torch(count: int) -> None:
+    logits = np.random.default_rng(7).normal(0.0, 4.0, 300).astype(np.float32)
+    right = torch.log_softmax(torch.from_numpy(logits).double(), -1)
+    said = likelihoods(logits, 11, count)
+    top = right.topk(count)
+    assert said.chosen == pytest.approx(right[11].item(), abs=1e-12)
+    assert [token for token, _ in said.top] == top.indices.tolist()
+    assert [value for _, value in said.top] == pytest.approx(top.values.tolist(), abs=1e-12)
+
+
+def test_of_equally_likely_ids_the_lowest_are_told() -> None:
+    said = likelihoods(np.array([0.0, 5.0, 5.0, 5.0], dtype=np.float32), 3, 2)
+    assert [token for token, _ in said.top] == [1, 2]
+
+
+def test_a_sure_thing_is_not_more_than_sure() -> None:
+    assert likelihoods(np.array([0.0, 1000.0], dtype=np.float32), 1, 1).chosen == 0.0
 
 
 def test_greedy_takes_the_lowest_id_of_equal_ones() -> None:

@@ -523,6 +523,11 @@ def test_the_facts_that_a_peer_states_are_those_that_are_read() -> None:
     assert ModelFacts.from_bytes(stated) == ModelFacts(
         "llama", 500, 64, (3, 4), SamplingDefaults(0.7, 50, 1.0)
     )
+    told = {"do_sample": True, "min_p": 0.05, "repetition_penalty": 1.1}
+    stated = json.dumps(model_facts(config, told)).encode()
+    assert ModelFacts.from_bytes(stated).sampling == SamplingDefaults(1.0, 50, 1.0, 0.05, 1.1)
+    stated = json.dumps(model_facts(config, {"eos_token_id": 9, "repetition_penalty": 1.2})).encode()
+    assert ModelFacts.from_bytes(stated).sampling == SamplingDefaults(repetition_penalty=1.2)  # greedy has it too
     stated = json.dumps(model_facts(config, {"eos_token_id": 9})).encode()
     assert ModelFacts.from_bytes(stated) == ModelFacts("llama", 500, 64, (9,), SamplingDefaults())
 

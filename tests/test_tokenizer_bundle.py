@@ -143,6 +143,9 @@ def test_sampling_defaults_are_those_of_transformers_where_left_out(model: Path,
 
     change_json(model / "generation_config.json", do_sample=True, temperature=0.6)
     assert facts(model, cache)["sampling"] == {"temperature": 0.6, "top_k": 50, "top_p": 1.0}
+    change_json(model / "generation_config.json", do_sample=True, min_p=0.05, repetition_penalty=1.1)
+    assert facts(model, cache)["sampling"]["min_p"] == 0.05
+    assert facts(model, cache)["repetition_penalty"] == 1.1
     theirs = GenerationConfig.from_pretrained(model)
     assert theirs.temperature == 0.6
     assert (theirs.top_k, theirs.top_p) in [(50, 1.0), (None, None)]  # None: filled in by generate itself

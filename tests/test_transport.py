@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import pytest
 
+from swarm import door as door_module
 from swarm import transport as transport_module
 from swarm.addresses import Address, parse_address
 from swarm.errors import (
@@ -387,11 +388,82 @@ async def test_a_strange_program_on_the_port_is_shrugged_off(
 
 async def test_strangers_who_say_nothing_never_crowd_out_a_peer(make: Make) -> None:
     server, client = await make(LOW), await make(HIGH, listen=False)
-    writers = [(await asyncio.open_connection("127.0.0.1", server.port))[1] for _ in range(100)]
+    strangers = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(100)]
     await client.dial(at(server))
-    assert len(server._pending) <= transport_module.MAX_PENDING
-    for writer in writers:
+    assert server._door.pending <= door_module.MAX_PENDING
+    for reader, _ in strangers[: 100 - door_module.MAX_PENDING]:  # the oldest made room
+        with contextlib.suppress(ConnectionError):
+            assert await reader.read() == b""
+    for _, writer in strangers:
         writer.close()
+
+
+async def test_an_identity_holds_few_connections_and_the_newest_stay(make: Make) -> None:
+    server, client = await make(LOW), await make(HIGH, listen=False)
+    links = [await client.dial(at(server), fresh=True) for _ in range(door_module.LINKS_PER_PEER + 2)]
+    await until(links[0].closed)
+    await until(links[1].closed)
+    assert links[0].closed_reason is not None and "others need the room" in links[0].closed_reason
+    for link in links[2:]:
+        await link.ping()
+
+
+async def test_where_connections_run_out_an_idle_one_makes_room_and_a_busy_one_goes_on(make: Make) -> None:
+    server = await make(LOW)
+    server.handle(Where, echo)
+    server._most_links = 3
+    clients = [await make(identity, listen=False) for identity in (*IDENTITIES[1:], Identity.ephemeral())]
+    links = [await client.dial(at(server)) for client in clients[:3]]
+    stream = links[0].open_stream()
+    await stream.send(Where(1))
+    assert await stream.receive() == Where(1)
+    for client, gone in zip(clients[3:], links[1:], strict=False):
+        await (await client.dial(at(server))).ping()
+        await until(gone.closed)
+    await stream.send(Where(2))
+    assert await stream.receive() == Where(2)
+
+
+async def test_a_dialler_closes_an_idle_connection_before_it_has_too_many(make: Make) -> None:
+    servers = [await make(identity) for identity in IDENTITIES[:3]]
+    servers[1].handle(Where, echo)
+    client = await make(IDENTITIES[3], listen=False)
+    client._most_links = 4
+    first, second = [await client.dial(at(server)) for server in servers[:2]]
+    stream = second.open_stream()
+    await stream.send(Where(1))
+    assert await stream.receive() == Where(1)
+    third = await client.dial(at(servers[2]))
+    await until(first.closed)
+    third.open_stream()
+    with pytest.raises(Unreachable, match="2 connections are open already"):
+        await client.dial(at(servers[0]))
+    await stream.send(Where(2))
+    assert await stream.receive() == Where(2)
+
+
+async def test_running_out_of_descriptors_is_one_quiet_line_and_passes(
+    make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    resource = pytest.importorskip("resource")
+    server, client = await make(LOW), await make(HIGH, listen=False)
+    idle = await client.dial(at(server))
+    sockets = [socket.socket() for _ in range(3)]
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (sockets[-1].fileno() + 1, before[1]))
+    try:
+        for sock in sockets:
+            sock.setblocking(False)
+            await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", server.port))
+        await until(idle.closed)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert idle.closed_reason == "room is needed for another connection"
+    (warning,) = [record for record in caplog.records if record.levelname in ("WARNING", "ERROR")]
+    assert "ulimit -n" in warning.getMessage()
+    for sock in sockets:
+        sock.close()
+    await (await client.dial(at(server))).ping()
 
 
 async def test_another_peer_than_the_named_one_is_refused_and_learns_nothing(make: Make) -> None:
@@ -554,9 +626,9 @@ async def test_two_hundred_connections_leave_nothing_behind(make: Make) -> None:
     await asyncio.gather(*(link.gone.wait() for link in server_links))
     gc.collect()
     for side in (server, client):
-        assert not side.links and not side._sockets and not side._pending and not side._established
+        assert not side.links and not side._sockets and not side._callers and not side._established
     assert len(asyncio.all_tasks()) == baseline
-    assert not server._tasks and not client._tasks
+    assert len(server._tasks) == 1 and not client._tasks  # it still listens
 
 
 async def test_closing_ends_everything_even_a_dial_and_a_handler_that_hang(make: Make) -> None:

@@ -22,85 +22,21 @@ from swarm.errors import (
     SwarmError,
     VersionMismatch,
 )
-from swarm.flow import DATA, DEFAULT_LIMITS, END, MAX_PART, PING, WINDOW, Limits, Priority
-from swarm.identity import Identity
+from swarm.flow import DATA, END, MAX_PART, PING, WINDOW, Limits, Priority
 from swarm.messages import Message, Step, Tokens, Unsupported, Where
 from swarm.packing import Specs
 from swarm.tensors import RawTensor, ids_tensor
 from swarm.wire import (
     Closed,
-    Connection,
-    Event,
     MessageReceived,
     RoundTrip,
-    Secured,
     StreamEnded,
     StreamOpened,
     StreamOver,
     StreamReset,
     Writable,
 )
-
-ALICE = Identity.from_seed(bytes(range(32)))
-BOB = Identity.from_seed(bytes(range(1, 33)))
-
-
-class Pair:
-    """Two connections and the cable between them."""
-
-    def __init__(self, limits: Limits = DEFAULT_LIMITS) -> None:
-        rng = random.Random(11).randbytes
-        self.a = Connection("initiator", ALICE, "main", limits=limits, rng=rng)
-        self.b = Connection("responder", BOB, "main", limits=limits, rng=rng)
-        self.seen: dict[Connection, list[Event]] = {self.a: [], self.b: []}
-        self.now = 0.0
-
-    def carry(self, source: Connection, target: Connection) -> bool:
-        """One transmission."""
-        data = source.data_to_send()
-        if data:
-            target.receive_data(data, self.now)
-        self.collect()
-        return bool(data)
-
-    def collect(self) -> None:
-        for side in (self.a, self.b):
-            self.seen[side] += side.events()
-
-    def run(self) -> Pair:
-        while self.carry(self.a, self.b) | self.carry(self.b, self.a):
-            pass
-        return self
-
-    def messages(self, side: Connection, stream: int | None = None) -> list[Message]:
-        return [
-            event.message
-            for event in self.seen[side]
-            if isinstance(event, MessageReceived) and stream in (None, event.stream)
-        ]
-
-    def events(self, side: Connection, kind: type[Any]) -> list[Any]:
-        return [event for event in self.seen[side] if isinstance(event, kind)]
-
-    def take(self, side: Connection) -> None:
-        """The application takes everything that has arrived."""
-        for event in self.seen[side]:
-            if isinstance(event, MessageReceived):
-                side.consumed(event)
-        self.seen[side] = [e for e in self.seen[side] if not isinstance(e, MessageReceived)]
-
-    def forge(self, kind: int, flags: int, stream: int, payload: bytes) -> None:
-        """A frame that no honest sender makes, from a to b."""
-        sealed = self.a._sender.encrypt(struct.pack(">BBI", kind, flags, stream) + payload)
-        self.b.receive_data(struct.pack(">H", len(sealed)) + sealed, self.now)
-        self.collect()
-
-
-def connected(limits: Limits = DEFAULT_LIMITS) -> Pair:
-    pair = Pair(limits).run()
-    assert pair.events(pair.a, Secured) == [Secured(BOB.peer_id)]
-    assert pair.events(pair.b, Secured) == [Secured(ALICE.peer_id)]
-    return pair
+from tests.wire_pair import Pair, connected
 
 
 def step(size: int, position: int = 0) -> Step:

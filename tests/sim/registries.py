@@ -13,7 +13,7 @@ import dataclasses
 import heapq
 import itertools
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
 import msgpack
@@ -69,6 +69,11 @@ def through_the_wire(message: Message) -> Message:
     return decode(msgpack.unpackb(data), {})
 
 
+def size(message: Message) -> int:
+    """In bytes, as it travels."""
+    return len(msgpack.packb(encode(message)[0]))
+
+
 @dataclass
 class Participant:
     name: str
@@ -92,6 +97,7 @@ class World:
         self.there: dict[str, Participant] = {}
         self.cut: set[frozenset[str]] = set()
         self.sent_bytes = 0
+        self.arrived: dict[str, list[Message]] = {}  # name -> all that came, for those who are put here
         self._good: set[bytes] = set()
         self._keys = itertools.count(1)
         self._order = itertools.count()
@@ -104,7 +110,7 @@ class World:
         name: str,
         *,
         client: bool = False,
-        fingerprint: bytes | None = None,
+        only: Collection[bytes] | None = None,
         first_seq: int | None = None,
     ) -> Participant:
         """A peer's identity follows from its name, so adding it again is a restart."""
@@ -114,7 +120,7 @@ class World:
             identity,
             now=self.now,
             rng=random.Random(self.rng.random()),
-            fingerprint=fingerprint,
+            only=only,
             first_seq=wall_ms if first_seq is None else first_seq,
             unix_ms=wall_ms,
             check=self._check,
@@ -260,6 +266,8 @@ class World:
     def _arrive(self, name: str, key: int, message: Message) -> None:
         if name not in self.there or key not in self.there[name].streams:
             return
+        if name in self.arrived:
+            self.arrived[name].append(message)
         try:
             self[name].receive(key, message, self.now)
         except MessageError:
