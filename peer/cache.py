@@ -27,15 +27,12 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from peer.kv import KvSizes, LayerKV, Reach, Rewinds
+from peer.kv import REACH, KvSizes, LayerKV, Reach, Rewinds
 from routing.spans import Span
 from swarm.errors import CacheFull, CannotRewind, CapacityError, OutOfStep
 
 if TYPE_CHECKING:
     import torch
-
-
-REACH = Reach()  # of a cache outside of any pool
 
 
 class KvLedger:

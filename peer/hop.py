@@ -32,8 +32,9 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
 from peer.journal import Journal, Rows
+from peer.kv import CHUNK, REACH, Rewinds
 from routing.spans import Span
-from swarm.errors import CacheFull, CapacityError, MessageError
+from swarm.errors import CacheFull, CannotRewind, CapacityError, MessageError
 from swarm.identity import PeerId
 from swarm.messages import (
     NOTHING_SPENT,
@@ -74,7 +75,7 @@ class HopConfig:
     max_waiting_steps: keeps the engine busy while the link delivers, yet bounds the memory.
     retry_after_s: what a client is told that found no room."""
 
-    prefill_chunk: int = 256
+    prefill_chunk: int = CHUNK
     lease_s: float = 30.0
     grace_after_s: float = 12.0
     max_waiting_steps: int = 4
@@ -102,6 +103,9 @@ class KvLedger(Protocol):
         """To `positions` in all. Raises CapacityError, nothing changed."""
 
     def free(self, key: SessionKey) -> None: ...
+
+    def rewinds(self, span: Span) -> Rewinds:
+        """Of a new session over `span`: nothing is written yet."""
 
 
 # ------------------------------------------------------------------------------ effects
@@ -224,6 +228,7 @@ class Hop:
         self._next_round = 0
         # the work
         self._journal = Journal()
+        self._rewinds = Rewinds(None, REACH)
         self._taken = 0
         self._waiting: deque[_Waiting] = deque()
         self._job: Compute | None = None
@@ -326,6 +331,7 @@ class Hop:
             self._free()
             return
         self._journal = Journal()
+        self._rewinds = self._ledger.rewinds(message.span)
         self._ids = []
         self._begin(message)
 
@@ -386,7 +392,7 @@ class Hop:
         if isinstance(self._chain, Open):
             self._tell(Opened(self._epoch))
         else:
-            self._tell(Prepared(self._epoch, self._journal.length))
+            self._tell(Prepared(self._epoch, self._journal.length, self._rewinds.oldest))
 
     def _resume(self, message: Resume, now: float) -> None:
         if message.epoch != self._epoch or self._resumed or self.finished:
@@ -417,6 +423,7 @@ class Hop:
         good = (
             self._answered
             and message.have <= min(self._journal.length, message.resume_at)
+            and self._rewinds.allows(message.have)
             and message.next_has <= message.resume_at < self._reserved
         )
         if self._is_first or self._is_last:
@@ -425,7 +432,8 @@ class Hop:
         if not good:
             raise MessageError(
                 f"resume at {message.resume_at} from {message.have} doesn't fit "
-                f"a hop with {self._journal.length} of {self._reserved} positions"
+                f"a hop with {self._journal.length} of {self._reserved} positions, cut at 0 or from "
+                f"{self._rewinds.oldest} on"
             )
 
     @property
@@ -569,6 +577,10 @@ class Hop:
         step = self._next_of_ids() if self._is_first else self._next_of_queue()
         if step is None:
             return
+        if not self._rewinds.allows(step.position):
+            self._fault(str(CannotRewind(step.position, self._rewinds.oldest)))
+            return
+        self._rewinds.wrote(step.position, step.count)
         self._journal.cut(step.position)
         assert step.position == self._journal.length, "a step that was taken left a hole"
         self._jobs += 1

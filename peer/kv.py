@@ -42,6 +42,9 @@ class Reach:
         return ((at, min(at + self.chunk, tokens)) for at in range(0, tokens, self.chunk))
 
 
+REACH = Reach()  # of sessions outside of any pool
+
+
 @dataclass(frozen=True, slots=True)
 class LayerKV:
     """What one layer stores per position: `heads` keys of `key_dim` and values of `value_dim` elements.
@@ -84,7 +87,7 @@ class KvSizes:
     context: int
     start: int = 0
     row_bytes: int = 0
-    reach: Reach = Reach()
+    reach: Reach = REACH
 
     def over(self, span: Span) -> tuple[LayerKV, ...]:
         return self.layers[span.start - self.start : span.stop - self.start]

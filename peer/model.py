@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from peer.attention import Row, StepSlot
-from peer.cache import REACH, SessionCache
+from peer.cache import SessionCache
 from peer.families import Way
-from peer.kv import Reach
+from peer.kv import REACH, Reach
 from peer.outline import Outline, accepted, cache_argument, inner_attribute
 from peer.own_cache import RowCache
 from routing.spans import Span

@@ -331,10 +331,12 @@ class Opened(Message):
 
 @message("prepared")
 class Prepared(Message):
-    """length: positions whose output is in the journal (last hop: positions finished)."""
+    """length: positions whose output is in the journal (last hop: positions finished). oldest: attention
+    windows have let go of what came before, so `Resume` may cut here at `oldest` or later, or at 0."""
 
     epoch: int = of(epoch)
     length: int = of(position)
+    oldest: int = of(position, default=0)
 
 
 @message("refused")

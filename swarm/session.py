@@ -22,6 +22,10 @@ Trouble, and what it costs (the three kinds are never mixed):
     Refused       full or leaving: avoided for as long as it asked, never blamed
     our own bugs  ordinary exceptions: they propagate
 
+A rewind, or a repair after ids were lost, takes hops back. One whose attention windows have let go of too much for
+that is fed from position 0 again, by its predecessor's journal or from the ids: as if it had been lost, on the
+same peer, and nobody is blamed.
+
 Invariant: `ids` only ever grow at their end by what the last hop of the present epoch says, and are cut
 only by `rewind`; every state that a hop may hold of positions that were rewound is cut by the bound
 on where the ring resumes.
@@ -279,12 +283,19 @@ class Timings:
 
 @dataclass
 class _Held:
-    """What the client knows of one hop. opened: it answered its latest `Open`."""
+    """What the client knows of one hop. opened: it answered its latest `Open`. length, oldest: as `Prepared` has
+    them: what can be kept of it lies between them."""
 
     hop: Hop
     opened: bool = False
     answered: bool = False  # in the present epoch
     length: int = 0
+    oldest: int = 0
+
+    def kept(self, upto: int) -> int:
+        """How many of its first `upto` positions need not be computed again."""
+        have = min(self.length, upto)
+        return have if have >= self.oldest else 0
 
 
 @dataclass
@@ -551,7 +562,7 @@ class Session:
             if held.opened:
                 self._send(key, self._prepare_message(index))
             else:
-                held.length = 0
+                held.length = held.oldest = 0
                 self._send(key, self._open_message(index))
         self._arm_opening(now)
 
@@ -590,11 +601,11 @@ class Session:
         assert self._plan_now is not None
         self._arm(self._timings.p99("open", self._plan_now.open_s), now)
 
-    def _answered(self, key: HopKey, length: int, now: float) -> None:
+    def _answered(self, key: HopKey, now: float, length: int = 0, oldest: int = 0) -> None:
         if self.phase is not Phase.OPENING:
             return
         held = self._held[key]
-        held.answered, held.length = True, length
+        held.answered, held.length, held.oldest = True, length, oldest
         if all(self._held[key].answered for key in self._keys):
             self._timings.saw("open", now - self._opened_at)
             self._resume(now)
@@ -610,7 +621,7 @@ class Session:
         resume_at = len(self._ids) - 1
         if self._rewound_to is not None:
             resume_at = min(resume_at, self._rewound_to)
-        has = [min(self._held[key].length, resume_at) for key in self._keys]
+        has = [self._held[key].kept(resume_at) for key in self._keys]
         self._granted = self._read_upto + self._config.credit_window
         for index, key in enumerate(self._keys):
             next_has = has[index + 1] if index + 1 < len(has) else resume_at
@@ -659,10 +670,10 @@ class Session:
         match message:
             case Opened():
                 held.opened = True
-                self._answered(key, 0, now)
+                self._answered(key, now)
             case Prepared():
                 if held.opened:
-                    self._answered(key, message.length, now)
+                    self._answered(key, now, message.length, message.oldest)
             case Tokens():
                 self._take_tokens(key, message, now)
             case Working():

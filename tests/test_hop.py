@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from peer.hop import Compute, EnsureLink, Free, Hop, HopConfig, SendStep, SendTokens, SessionKey, ToClient
 from peer.journal import Journal
+from peer.kv import LayerKV, Reach, Rewinds
 from routing.spans import Span
 from swarm.errors import CapacityError, MessageError
 from swarm.identity import peer_id
@@ -44,9 +45,13 @@ SESSION = bytes(16)
 REFS = {0: HopRef(FIRST, 0, b""), 2: HopRef(MIDDLE, 2, b""), 4: HopRef(LAST, 4, b"")}
 
 
+REACH = Reach(rewind=2, chunk=4)
+
+
 class Ledger:
     def __init__(self, capacity: int = 1000) -> None:
         self.capacity, self.held = capacity, dict[SessionKey, int]()
+        self.window: int | None = None
 
     def reserve(self, key: SessionKey, positions: int, span: Span) -> None:
         assert key not in self.held
@@ -61,6 +66,9 @@ class Ledger:
 
     def free(self, key: SessionKey) -> None:
         del self.held[key]
+
+    def rewinds(self, span: Span) -> Rewinds:
+        return Rewinds.over((LayerKV(1, 1, 1, self.window),), REACH)
 
 
 def place(start: int, epoch: int, stop: int | None = None) -> dict[str, Any]:
@@ -184,6 +192,56 @@ def test_prepared_tells_what_the_journal_has_without_waiting_for_the_engine() ->
     bench.resumed(2, have=3, next_has=3, resume_at=10)
     (job,) = [e for e in bench.step(None, 3, [4, 5], epoch=2) if isinstance(e, Compute)]
     assert job.position == 3  # where the engine cuts what the dropped job left
+
+
+def windowed(upto: int) -> Bench:
+    """A hop whose layers see 3 positions and keep 3 + 6, with `upto` positions computed, one at a time."""
+    bench = Bench(2)
+    bench.ledger.window = 3
+    bench.opened().resumed(resume_at=0, ids=(7,))
+    for number in range(upto):
+        bench.compute(bench.step(number, number, [number]))
+    return bench
+
+
+def prepared(bench: Bench, epoch: int) -> Prepared:
+    bench.say(Prepare(**place(2, epoch)))
+    bench.hop.link_up(epoch, 0.0)
+    (answer,) = told(bench.hop.drain())
+    assert isinstance(answer, Prepared)
+    return answer
+
+
+def test_prepared_tells_how_far_back_windows_let_it_go() -> None:
+    assert prepared(windowed(9), 2) == Prepared(2, 9, oldest=0)  # all that there is fits into window + R
+    assert prepared(windowed(10), 2) == Prepared(2, 10, oldest=9 - 2)
+
+
+def test_a_step_in_the_engine_counts_for_how_far_back_it_may_go() -> None:
+    bench = windowed(9)
+    bench.step(9, 9, [1, 2])
+    assert prepared(bench, 2) == Prepared(2, 9, oldest=7)
+
+
+def test_a_hop_is_resumed_within_its_windows_or_from_the_beginning() -> None:
+    bench = windowed(12)
+    assert prepared(bench, 2) == Prepared(2, 12, oldest=9)
+    with pytest.raises(MessageError, match="cut at 0 or from 9 on"):
+        bench.resumed(2, have=8, next_has=8, resume_at=8)
+    assert bench.resumed(2, have=9, next_has=9, resume_at=9) == []  # and nothing had changed
+    assert prepared(bench, 3) == Prepared(3, 9, oldest=9)
+    sent = bench.resumed(3, have=0, next_has=4, resume_at=9)
+    for position in range(0, 9, 3):
+        rows = [position, position + 1, position + 2]
+        sent += bench.compute(bench.step(None, position, rows, epoch=3))
+    assert [(step.position, len(step.payload)) for step in sent if isinstance(step, SendStep)] == [(4, 2), (6, 3)]
+    assert prepared(bench, 4) == Prepared(4, 9, oldest=0)
+
+
+def test_a_round_that_starts_before_the_windows_stops_the_epoch() -> None:
+    bench = windowed(12)
+    (fault,) = told(bench.step(12, 5, [1]))
+    assert isinstance(fault, Fault) and fault.what == "step" and "it may start at 9 or later" in fault.reason
 
 
 def test_no_step_is_taken_before_resume() -> None:
@@ -443,6 +501,7 @@ class HopMachine(RuleBasedStateMachine):
         super().__init__()
         self.ledger = Ledger()
         self.hop = Hop(MIDDLE, CLIENT, SESSION, 2, HopConfig(prefill_chunk=3), self.ledger)
+        self.gone = 0  # KV before it is let go of
         self.ids = [0, 1, 2, 3]
         self.rewound_to: int | None = None
         self.epoch, self.opened, self.resumed = 0, False, False
@@ -452,6 +511,10 @@ class HopMachine(RuleBasedStateMachine):
         self.job: Compute | None = None
         self.fresh = 100
         self.sent_to = 0
+
+    @initialize(window=st.sampled_from((None, 1, 3)))
+    def layers_see(self, window: int | None) -> None:
+        self.ledger.window = window
 
     def row(self, epoch: int, position: int) -> int:
         return hash(tuple(self.texts[epoch][: position + 1]))
@@ -478,15 +541,16 @@ class HopMachine(RuleBasedStateMachine):
             self.opened = True
             self._resume(0)
         elif isinstance(message, Prepared) and self.opened:
-            self._resume(message.length)
+            self._resume(message.length, message.oldest)
         elif isinstance(message, Unknown):
             self.opened = False
 
-    def _resume(self, length: int) -> None:
+    def _resume(self, length: int, oldest: int = 0) -> None:
         self.resumed = True
         at = len(self.ids) - 1
         at = at if self.rewound_to is None else min(at, self.rewound_to)
         have, next_has = min(length, at), at // 2
+        have = have if have >= oldest else 0
         self.sent_to = next_has
         self.network.append(Resume(self.epoch, have, next_has, at))
         steps: list[tuple[int | None, int, int]] = []
@@ -512,6 +576,16 @@ class HopMachine(RuleBasedStateMachine):
                 self.texts[self.epoch] = list(self.ids)
                 self.fresh += 1
                 self.rewound_to = None
+
+    def _windows_move(self, position: int, count: int) -> None:
+        """They let go of all that they may, at once."""
+        window = self.ledger.window
+        if window is None:
+            return
+        self.gone = 0 if position == 0 else self.gone
+        assert max(0, position - window + 1) >= self.gone, "a window has let go of what this step sees"
+        if position + count > window + REACH.positions:
+            self.gone = max(self.gone, position - REACH.rewind - window + 1)
 
     @rule(reopen=st.booleans())
     def client_starts_an_epoch(self, reopen: bool) -> None:
@@ -563,6 +637,7 @@ class HopMachine(RuleBasedStateMachine):
         job, self.job = self.job, None
         assert job is not None and job.payload is not None
         assert job.position <= len(self.kv), "a hole in the KV"
+        self._windows_move(job.position, len(job.payload))
         self.kv[job.position :] = list(job.payload)
         if job.epoch == self.hop.epoch:
             expected = [self.row(job.epoch, position) for position in range(len(self.kv))]

@@ -198,6 +198,29 @@ def test_a_lost_connection_is_repaired_at_once_keeping_the_others() -> None:
     assert repaired.stalled_s == 0.5 and repaired.at_token == 5 and repaired.epochs == 1
 
 
+def test_a_hop_whose_windows_let_go_of_too_much_begins_anew_on_the_same_peer() -> None:
+    talk = Talk().running()
+    talk.token(3, 10, 11, 12, 13)
+    talk.session.rewind(4, (20, 21), 0.0)
+    talk.hear(A, Prepared(2, 6, oldest=2))
+    talk.hear(C, Prepared(2, 6, oldest=5))
+    (_, a), (_, c) = talk.sent(Resume)
+    assert (a.have, a.next_has, a.resume_at) == (4, 0, 4)  # A feeds it from its journal
+    assert (c.have, c.ids_from, read_ids(c.ids)) == (0, 0, [1, 2, 3, 10, 20, 21])
+    assert not talk.sent(Close) and not talk.seen(RepairStarted) and not talk.session._failed_peers
+
+
+def test_a_repair_takes_hops_back_by_the_same_rule() -> None:
+    """C drew ids that this client never got: everybody is ahead of it."""
+    talk = Talk().running()
+    talk.token(3, 10)
+    talk.lose(C)
+    talk.hear(A, Prepared(2, 40, oldest=30))
+    talk.hear(D, Opened(2))
+    (_, a), _ = talk.sent(Resume)
+    assert (a.have, a.next_has, a.resume_at, read_ids(a.ids)) == (0, 0, 3, [1, 2, 3, 10])
+
+
 def test_a_hop_that_never_answered_its_open_is_opened_again() -> None:
     talk = Talk()
     talk.hear(A, Opened(1))
@@ -448,7 +471,9 @@ class SessionMachine(RuleBasedStateMachine):
                 assert key in self.opens
                 del self.opens[key]
             case Resume():
-                assert message.have <= min(self.lengths.get((key, message.epoch), 0), message.resume_at)
+                length, oldest = self.lengths.get((key, message.epoch), (0, 0))
+                have = min(length, message.resume_at)
+                assert message.have == (have if have >= oldest else 0)
                 assert message.resume_at <= len(self.text) - 1
                 assert self.low is None or message.resume_at <= self.low
             case _:
@@ -462,20 +487,20 @@ class SessionMachine(RuleBasedStateMachine):
         keys = sorted(self.opens) or [HopKey(A, 0)]
         return keys[which % len(keys)]
 
-    @rule(which=st.integers(0, 3), length=st.integers(0, 40))
-    def a_hop_answers(self, which: int, length: int) -> None:
+    @rule(which=st.integers(0, 3), length=st.integers(0, 40), back=st.integers(0, 40))
+    def a_hop_answers(self, which: int, length: int, back: int) -> None:
         key, epoch = self.key(which), self.session.epoch
         if self.opens.get(key) == epoch:
             self.answered.add(key)
             self.hear(key, Opened(epoch))
         elif key in self.answered:
-            self.lengths.setdefault((key, epoch), length)
-            self.hear(key, Prepared(epoch, self.lengths[key, epoch]))
+            self.lengths.setdefault((key, epoch), (length, max(0, length - back)))
+            self.hear(key, Prepared(epoch, *self.lengths[key, epoch]))
 
     @rule()
     def all_answer(self) -> None:
         for which in range(len(self.opens)):
-            self.a_hop_answers(which, 3)
+            self.a_hop_answers(which, 3, 2)
 
     @rule(back=st.integers(0, 3), count=st.integers(1, 3), finish=st.integers(0, 20))
     def tokens_come(self, back: int, count: int, finish: int) -> None:

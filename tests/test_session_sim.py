@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from peer.hop import HopConfig
+from peer.kv import Reach
 from routing.spans import Hop as RouteHop
 from routing.spans import Route, Span
 from swarm.errors import GenerationFailed, NoRoute, Refused, StepRejected
@@ -19,6 +20,7 @@ from tests.sim.session_world import (
     ToyClient,
     ToyPeer,
     Trial,
+    Windows,
     World,
     whole_text,
     without,
@@ -36,13 +38,21 @@ def test_every_world_ends_with_the_right_text_and_nothing_held(start: int) -> No
             raise AssertionError(f"seed {seed}: {error!r}") from error
 
 
-# A seed range known to break without the rule; `long` looks at far more than the first break.
-BREAKS_SOON = ["no-step-before-resume", "length-counts-taken", "length-is-journal", "rewind-bound"]
+# Where a seed range begins that is known to break without the rule; `long` looks at far more than the first break.
+BREAKS_SOON = {
+    "no-step-before-resume": 0,
+    "length-counts-taken": 0,
+    "length-is-journal": 0,
+    "rewind-bound": 0,
+    "cannot-rewind": 0,
+    "windows-count-handed-out": 200,
+}
 
 
 @pytest.mark.parametrize("rule", BREAKS_SOON)
 def test_worlds_break_when_a_rule_is_taken_away(rule: str) -> None:
-    assert _breaks(rule, range(300))
+    start = BREAKS_SOON[rule]
+    assert _breaks(rule, range(start, start + 300))
 
 
 @pytest.mark.long
@@ -127,7 +137,7 @@ class Stage:
     @property
     def right(self) -> list[int]:
         config = self.client.config
-        return whole_text(self.client.base, config.limit, config.stop_ids, config.sampling)
+        return whole_text(self.client.base, config.limit, config.stop_ids, config.sampling, self.world.windows)
 
     @property
     def served(self) -> list[str]:
@@ -320,6 +330,36 @@ def test_a_rewound_text_goes_on_from_the_new_ids() -> None:
     assert stage.client.text[9:12] == [1, 2, 3] and stage.client.text == stage.right
 
 
+@pytest.mark.parametrize(("windows", "anew"), [({}, []), ({0: 2}, [0]), ({3: 2}, [1]), ({0: 3, 4: 2}, [0, 1])])
+def test_a_rewind_beyond_a_window_is_replayed_on_the_same_peer_and_nobody_is_blamed(
+    windows: Windows, anew: list[int]
+) -> None:
+    stage = Stage("0:3", "3:6", "0:3", "3:6", limit=40)
+    stage.world.windows, stage.world.reach = windows, Reach(rewind=2, chunk=3)
+    stage.client.start()
+    stage.until(30)
+    before = stage.rows_run()
+    stage.client.rewind(15, (1, 2, 3))
+    stage.finish_started()
+    assert stage.client.text == stage.right and stage.served == ["peer0", "peer1"]
+    assert not stage.client.repairs and not stage.client.session._failed_peers
+    for number, name in enumerate(("peer0", "peer1")):
+        again = stage.rows_run()[name] - before[name]
+        assert (again >= 39) == (number in anew) and (again < 39 - 15 + 5) == (number not in anew)
+
+
+def test_a_rewind_within_r_computes_nothing_again() -> None:
+    stage = Stage("0:3", "3:6", limit=40)
+    stage.world.windows, stage.world.reach = {0: 2, 4: 3}, Reach(rewind=6, chunk=3)
+    stage.client.start()
+    stage.until(30)
+    before = stage.rows_run()
+    stage.client.rewind(26, (1, 2, 3))
+    stage.finish_started()
+    assert stage.client.text == stage.right
+    assert all(stage.rows_run()[name] - before[name] < 39 - 26 + 5 for name in before)
+
+
 def test_refused_three_times_a_client_lets_go_of_everything() -> None:
     """Two clients, each holding what the other needs."""
     stage = Stage("0:3", "3:6")
@@ -376,10 +416,24 @@ def test_without_that_rule_what_it_knew_before_a_rewind_spoils_the_text() -> Non
         assert stage.client.text != stage.right
 
 
-def test_the_toy_model_notices_a_missing_and_a_doubled_position() -> None:
-    right = ToyCache(Span(0, LAYERS)).forward(0, [1, 2, 3, 4])[-1]
-    assert ToyCache(Span(0, LAYERS)).forward(0, [1, 2, 4])[-1] != right
-    assert ToyCache(Span(0, LAYERS)).forward(0, [1, 2, 3, 3, 4])[-1] != right
-    parts = ToyCache(Span(0, LAYERS))
+@pytest.mark.parametrize("windows", [{}, {0: 2}])
+def test_the_toy_model_notices_a_missing_and_a_doubled_position(windows: Windows) -> None:
+    def toy() -> ToyCache:
+        return ToyCache(Span(0, LAYERS), windows, Reach())
+
+    right = toy().forward(0, [1, 2, 3, 4])[-1]
+    assert toy().forward(0, [1, 2, 4])[-1] != right
+    assert toy().forward(0, [1, 2, 3, 3, 4])[-1] != right
+    parts = toy()
     parts.forward(0, [1, 2, 9])
     assert parts.forward(2, [3, 4])[-1] == right
+
+
+def test_a_toy_window_lets_go_of_what_it_may() -> None:
+    cache = ToyCache(Span(0, 1), {0: 3}, Reach(rewind=1, chunk=2))
+    for position in range(0, 10, 2):
+        cache.forward(position, [7, 7])
+    cache.forward(7, [7])
+    with pytest.raises(AssertionError, match="what position 6 sees is gone"):
+        cache.forward(6, [7])
+    cache.forward(0, [7])

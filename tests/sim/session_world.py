@@ -2,7 +2,8 @@
 
 The model has six integer layers. A layer's output at a position depends, through a running hash, on its
 input at every position before, and the id drawn depends on all ids: one wrong, missing or doubled position
-anywhere changes the text. What a chain makes is compared with the model run in one piece.
+anywhere changes the text. In half of the worlds some layers see a window only, and let go of what lies before it as
+soon as they may. What a chain makes is compared with the model run in one piece.
 
 One seed makes one world: peers, claims, KV sizes, speeds, latencies, clients, and a plan of faults that
 ends after a while, so that every generation has to come to its right end. Run many by hand with
@@ -20,7 +21,7 @@ import itertools
 import random
 import traceback
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -39,6 +40,7 @@ from peer.hop import (
     SessionKey,
     ToClient,
 )
+from peer.kv import REACH, LayerKV, Reach, Rewinds
 from routing.spans import Hop as RouteHop
 from routing.spans import Route, Span
 from swarm.errors import CapacityError, MessageError, NoRoute, SwarmError
@@ -48,6 +50,7 @@ from swarm.messages import (
     Close,
     Message,
     Open,
+    Resume,
     Sampling,
     Step,
     Tokens,
@@ -69,6 +72,7 @@ from swarm.session import (
     Send,
     Session,
     SessionConfig,
+    _Held,
 )
 from swarm.tensors import RawTensor, ids_tensor, read_ids
 
@@ -91,31 +95,70 @@ def mix(*numbers: int) -> int:
     return state & MASK
 
 
+Windows = Mapping[int, int]  # layer -> how many positions it sees; a layer that isn't there sees all
+
+
+class ToyLayer:
+    """Sees everything: the running hash over its inputs is all it needs."""
+
+    def __init__(self, layer: int) -> None:
+        self.layer, self.sums = layer, list[int]()
+
+    def forward(self, position: int, rows: Sequence[int]) -> list[int]:
+        del self.sums[position:]
+        return [self._one(row) for row in rows]
+
+    def _one(self, row: int) -> int:
+        self.sums.append(mix(self.sums[-1] if self.sums else self.layer, row, len(self.sums)))
+        return mix(self.layer, self.sums[-1], row)
+
+
+class ToyWindow:
+    """Sees `window` positions, and lets go of everything that R (`peer/kv.py`) allows at once."""
+
+    def __init__(self, layer: int, window: int, reach: Reach) -> None:
+        self.layer, self.window, self.reach = layer, window, reach
+        self.base, self.inputs = 0, list[int]()  # inputs: from position `base` on
+
+    def forward(self, position: int, rows: Sequence[int]) -> list[int]:
+        if position == 0:
+            self.base = 0
+        assert self.base == 0 or position >= self.base + self.window - 1, f"what position {position} sees is gone"
+        del self.inputs[position - self.base :]
+        made = []
+        for start, stop in self.reach.pieces(len(rows)):
+            made += [self._one(row) for row in rows[start:stop]]
+            if position + stop > self.window + self.reach.positions:
+                self._let_go(position + start - self.reach.rewind - self.window + 1)
+        return made
+
+    def _one(self, row: int) -> int:
+        self.inputs.append(row)
+        at = self.base + len(self.inputs) - 1
+        return mix(self.layer, at, *self.inputs[max(0, at - self.window + 1) - self.base :])
+
+    def _let_go(self, before: int) -> None:
+        if before > self.base:
+            del self.inputs[: before - self.base]
+            self.base = before
+
+
 class ToyCache:
-    """KV of a span: per layer the running hash over all its inputs so far."""
+    """KV of a span."""
 
-    def __init__(self, span: Span) -> None:
-        self.span = span
-        self.sums: dict[int, list[int]] = {layer: [] for layer in span}
-
-    @property
-    def length(self) -> int:
-        return len(self.sums[self.span.start])
+    def __init__(self, span: Span, windows: Windows, reach: Reach) -> None:
+        self.span, self.length = span, 0
+        self._layers = [
+            ToyWindow(layer, windows[layer], reach) if layer in windows else ToyLayer(layer) for layer in span
+        ]
 
     def forward(self, position: int, rows: Sequence[int]) -> list[int]:
         """Cut to `position`, run `rows` (ids on layer 0), append."""
         assert position <= self.length, f"a hole: step at {position}, KV holds {self.length}"
-        rows = list(rows)
-        for layer in self.span:
-            sums = self.sums[layer]
-            del sums[position:]
-            rows = [self._one(layer, sums, row) for row in rows]
-        return rows
-
-    @staticmethod
-    def _one(layer: int, sums: list[int], row: int) -> int:
-        sums.append(mix(sums[-1] if sums else layer, row, len(sums)))
-        return mix(layer, sums[-1], row)
+        self.length = position + len(rows)
+        for layer in self._layers:
+            rows = layer.forward(position, rows)
+        return list(rows)
 
 
 def draw(row: int, sampling: Sampling, position: int, ids: Sequence[int]) -> int:
@@ -124,10 +167,12 @@ def draw(row: int, sampling: Sampling, position: int, ids: Sequence[int]) -> int
     return mix(row, sampling.seed, position, *ids[-3:], sum(ids)) % VOCABULARY
 
 
-def whole_text(ids: Sequence[int], limit: int, stop_ids: Sequence[int], sampling: Sampling) -> list[int]:
-    """What the model run in one piece makes of `ids`."""
+def whole_text(
+    ids: Sequence[int], limit: int, stop_ids: Sequence[int], sampling: Sampling, windows: Windows
+) -> list[int]:
+    """What the model run in one piece, which keeps everything, makes of `ids`."""
     ids = list(ids)
-    cache = ToyCache(Span(0, LAYERS))
+    cache = ToyCache(Span(0, LAYERS), windows, Reach(rewind=limit))
     position = 0
     while len(ids) < limit:
         rows = cache.forward(position, ids[position:])
@@ -250,6 +295,8 @@ class World:
         self.holes: dict[frozenset[str], float] = {}
         self._latency: dict[frozenset[str], float] = {}
         self.counts: Counter[str] = Counter()
+        self.windows: Windows = {}
+        self.reach = REACH
         self.lose: Callable[[Message], bool] = lambda message: False  # for told scenarios
 
     def at(self, when: float, act: Callable[[], None]) -> None:
@@ -326,8 +373,8 @@ class World:
 
 
 class ToyLedger:
-    def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
+    def __init__(self, capacity: int, world: World) -> None:
+        self.capacity, self.world = capacity, world
         self.held: dict[SessionKey, int] = {}
         self.make_room: Callable[[SessionKey, int], None] = lambda key, missing: None
 
@@ -353,6 +400,10 @@ class ToyLedger:
     def free(self, key: SessionKey) -> None:
         del self.held[key]
 
+    def rewinds(self, span: Span) -> Rewinds:
+        layers = tuple(LayerKV(1, 1, 1, self.world.windows.get(layer)) for layer in span)
+        return Rewinds.over(layers, self.world.reach)
+
 
 @dataclass
 class _Incoming:
@@ -376,7 +427,7 @@ class ToyPeer(Node):
         world.nodes[self.id] = self
 
     def _reset(self) -> None:
-        self.ledger = ToyLedger(self.capacity)
+        self.ledger = ToyLedger(self.capacity, self.world)
         self.ledger.make_room = self._make_room
         self.hops: dict[SessionKey, Hop] = {}
         self.caches: dict[SessionKey, ToyCache] = {}
@@ -582,7 +633,7 @@ class ToyPeer(Node):
     def _forward(self, hop: Hop, job: Compute, rows: list[int]) -> None:
         cache = self.caches.get(hop.key)
         if cache is None or cache.span != job.span:
-            cache = self.caches[hop.key] = ToyCache(job.span)
+            cache = self.caches[hop.key] = ToyCache(job.span, self.world.windows, self.world.reach)
         output = cache.forward(job.position, rows)
         self.rows_run += len(rows)
         token = None
@@ -638,6 +689,8 @@ class ToyClient(Node):
         match effect:
             case Send(key, message):
                 self.world.counts[f"client {message.kind}"] += 1
+                if isinstance(message, Resume) and message.have == 0 and self.session._held[key].oldest:
+                    self.world.counts["replayed for want of a window"] += 1
                 self.channels.setdefault(key, _Channel(self, key)).send(message)
             case Release(key):
                 channel = self.channels.pop(key, None)
@@ -772,6 +825,7 @@ class Trial:
         self.hop_config = HopConfig(
             prefill_chunk=self.rng.choice((1, 2, 3, 5)), lease_s=10.0, grace_after_s=5.0, max_waiting_steps=2
         )
+        self._choose_windows(random.Random(~seed))
         self.tight = self.rng.random() < 0.4
         self.copies = self.rng.choice((1, 2, 2))
         self.peers = self._make_peers()
@@ -779,6 +833,14 @@ class Trial:
             self._make_client(n) for n in range(3 if self.tight else self.rng.choice((1, 1, 2, 3)))
         ]
         self._plan_faults()
+
+    def _choose_windows(self, rng: random.Random) -> None:
+        """Some layers, or all, in half of the worlds; R from nothing to a few positions."""
+        if rng.random() < 0.5:
+            chosen = [layer for layer in range(LAYERS) if rng.random() < rng.choice((0.3, 1.0))]
+            self.world.windows = {layer: rng.choice((1, 2, 4, 7)) for layer in chosen}
+        chunk = self.hop_config.prefill_chunk
+        self.world.reach = Reach(rng.choice((0, 1, 3, 6)), rng.choice((chunk, chunk, 1)))
 
     def _make_peers(self) -> list[ToyPeer]:
         while True:
@@ -969,7 +1031,7 @@ class Trial:
             return
         assert client.finish is not None, f"{client.name} hangs in {client.session.phase}"
         config = client.config
-        right = whole_text(client.base, config.limit, config.stop_ids, config.sampling)
+        right = whole_text(client.base, config.limit, config.stop_ids, config.sampling, self.world.windows)
         assert list(client.session.ids) == client.text, "what grew isn't what is known"
         assert client.text == right[: len(client.text)], f"{client.name}: {client.text} should be {right}"
         if client.finish in ("stop", "length"):
@@ -1101,6 +1163,30 @@ def _no_starting_over() -> Callable[[], None]:
     return _patched(Session, "_start_over", Session._trouble)
 
 
+def _rewound_blindly() -> Callable[[], None]:
+    """Hops are cut to wherever the client wants, as if windows let go of nothing."""
+    undo = [
+        _patched(_Held, "kept", lambda self, upto: min(self.length, upto)),
+        _patched(Rewinds, "allows", lambda self, position: True),
+    ]
+    return lambda: [each() for each in undo]  # type: ignore[return-value]
+
+
+def _windows_follow_finished_steps() -> Callable[[], None]:
+    """What a step lets go of is counted when it is finished: too late for a `Prepared` before that."""
+    wrote, computed = Rewinds.wrote, Hop.computed
+
+    def finished(self: Hop, *arguments: Any) -> None:
+        wrote(self._rewinds, *getattr(self._rewinds, "handed_out", (0, 1)))
+        computed(self, *arguments)
+
+    undo = [
+        _patched(Rewinds, "wrote", lambda self, *step: setattr(self, "handed_out", step)),
+        _patched(Hop, "computed", finished),
+    ]
+    return lambda: [each() for each in undo]  # type: ignore[return-value]
+
+
 RULES: dict[str, Callable[[], Callable[[], None]]] = {
     "no-step-before-resume": _steps_before_resume,
     "length-counts-taken": _length_counts_finished_steps,
@@ -1109,6 +1195,8 @@ RULES: dict[str, Callable[[], Callable[[], None]]] = {
     "rewind-bound": _no_rewind_bound,
     "drop-old-tokens": _old_tokens_count,
     "three-refusals": _no_starting_over,
+    "cannot-rewind": _rewound_blindly,
+    "windows-count-handed-out": _windows_follow_finished_steps,
 }
 
 
