@@ -22,7 +22,7 @@ class DirectoryFiles:
 
     def fetch(self, names: Iterable[str], progress: Progress) -> None:
         for name in names:
-            self.local(name)
+            self.hashes.verify(self.local(name), progress)
 
     def local(self, name: str) -> Path:
         path = self.directory / name

@@ -9,6 +9,7 @@ Invariant: a file that `local` returns has the content whose hash the hub stated
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -40,6 +41,8 @@ HEADER_REQUESTS = 8
 METADATA_TIMEOUT_S = 30.0
 # beyond it the hub serves a file through its own chunked storage only, which resumes by itself
 MAX_PLAIN_BYTES = 50_000_000_000
+# of this machine's disk, not of the way to the hub
+DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO})
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,6 +338,8 @@ def hub_errors(repo: str, revision: str | None) -> Iterator[None]:
             raise gated from None
         raise ModelError(f"the hub answered {status} for {repo}; try again later") from error
     except (errors.HTTPError, errors.LocalEntryNotFoundError, OSError) as error:  # type: ignore[attr-defined]
+        if getattr(error, "errno", None) in DISK_ERRORS:
+            raise  # names the file itself
         raise ModelError(
             f"can't reach the hub at {constants.ENDPOINT} ({type(error).__name__}); check the network, "
             "or use a local directory, or HF_HUB_OFFLINE=1 for a model that was fetched before"

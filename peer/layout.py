@@ -173,7 +173,13 @@ def _weight_files(files: ModelFiles, progress: Progress) -> tuple[str, ...]:
     weight_map = read_json(files, WEIGHTS_INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise BrokenModel(f"{WEIGHTS_INDEX} of {files.label} lists no weights; fetch that file again")
-    shards = sorted({str(shard) for shard in weight_map.values()})
+    strange = [shard for shard in weight_map.values() if not _is_file_name(shard)]
+    if strange:
+        raise BrokenModel(
+            f"{WEIGHTS_INDEX} of {files.label} names {strange[0]!r}, which can't be a file beside it; "
+            "fetch that file again"
+        )
+    shards = sorted(set(weight_map.values()))
     missing = [shard for shard in shards if shard not in names]
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
@@ -182,6 +188,11 @@ def _weight_files(files: ModelFiles, progress: Progress) -> tuple[str, ...]:
             "fetch the missing files"
         )
     return tuple(shards)
+
+
+def _is_file_name(name: object) -> bool:
+    """Nothing that leads elsewhere, on any platform."""
+    return isinstance(name, str) and name not in ("", ".", "..") and not set(name) & set("/\\:\0")
 
 
 def _no_weights(files: ModelFiles) -> ModelError:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -68,14 +69,25 @@ def _receive(url: str, partial: Path, have: int, report: Callable[[int], None]) 
     with get_session().stream("GET", location, headers=headers, follow_redirects=True) as response:
         hf_raise_for_status(response)
         resumed = response.status_code == 206
-        with partial.open("ab" if resumed else "wb") as sink:
-            done = have if resumed else 0
+        done = have if resumed else 0
+        with _named(partial), partial.open("ab" if resumed else "wb") as sink:
             for chunk in response.iter_bytes():  # as they come: what is waited for is lost with the line
                 sink.write(chunk)
+                sink.flush()  # or with the process
                 done += len(chunk)
                 report(done)
-            sink.flush()
             os.fsync(sink.fileno())
+
+
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """What the disk says while a file is written names no file: a full disk could be any."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None or error.filename is not None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def _without_token(headers: Mapping[str, str]) -> dict[str, str]:

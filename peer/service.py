@@ -388,6 +388,7 @@ class PeerService:
 
         with told_when_out_of_memory(span):
             model = await self.engine.call(lambda: load_span(source, span, dtype, device, loading))
+            await asyncio.to_thread(source.fetch_tensors, names, self._progress)  # nothing changed meanwhile
             self.engine.model = model
             self.pool = KvPool(plan.sizes, span, plan.pool_bytes(span), dtype=model.dtype, device=model.device)
             await self.engine.call(self.pool.rehearse)

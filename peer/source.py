@@ -63,7 +63,7 @@ class ModelSource:
         return tuple(sorted({file for name in tensors for file in self._spec(name).files}))
 
     def fetch_tensors(self, tensors: Iterable[str], progress: Progress = no_progress) -> None:
-        """Make the files of a span's tensors present and verified.
+        """Make the files of a span's tensors present and verified: what the fingerprint says they are.
 
         Raises CapacityError (nothing was downloaded) when the disk is too small; ModelError otherwise,
         and then what was downloaded stays, so that the next call resumes.

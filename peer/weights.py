@@ -38,7 +38,7 @@ def span_tensors(checkpoint: Checkpoint, span: Span) -> list[str]:
     """Names, in the checkpoint, of every tensor that the span needs. Raises BrokenModel if one is missing."""
     plan = outline(checkpoint.config)
     sources = _format(checkpoint).sources(checkpoint, plan)
-    return [part.name for name in plan.names(span) for part in _parts(plan, sources, name)]
+    return [part.name for name in plan.names(span) for part in _parts(checkpoint, plan, sources, name)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ def span_prices(checkpoint: Checkpoint, dtype: torch.dtype) -> SpanPrices:
     held = _dtypes(build_full(checkpoint.config, dtype, plan.way), dtype)
 
     def price(name: str) -> int:
-        _parts(plan, sources, name)
+        _parts(checkpoint, plan, sources, name)
         return prod(plan.shapes[name]) * held[name].itemsize
 
     shared = sum(price(name) for name in plan.after if plan.ties.get(name) in plan.before)
@@ -79,14 +79,21 @@ def span_prices(checkpoint: Checkpoint, dtype: torch.dtype) -> SpanPrices:
     )
 
 
-def _parts(plan: Outline, sources: Mapping[str, Sequence[Part]], name: str) -> Sequence[Part]:
+def _parts(
+    checkpoint: Checkpoint, plan: Outline, sources: Mapping[str, Sequence[Part]], name: str
+) -> Sequence[Part]:
     """Where a tensor of the model comes from. A tied one may be stored under either name."""
     tied = plan.ties.get(name, name)
     aliases = [tied, name, *(n for n, first in plan.ties.items() if first == tied)]
     for alias in aliases:
         if alias in sources:
             return sources[alias]
-    raise BrokenModel(f"tensor {name} is in none of the model's files; download the model again")
+    files = sorted({spec.file for spec in checkpoint.tensors.values()})
+    last = f" to {files[-1]}" if len(files) > 1 else ""
+    raise BrokenModel(
+        f"tensor {name} is in none of the model's {len(files)} weight files, {files[0]}{last}; "
+        "fetch them and their index again"
+    )
 
 
 # ---------------------------------------------------------------- loading
@@ -104,7 +111,7 @@ def load_span(
     sources = form.sources(checkpoint, plan)
     full = build_full(checkpoint.config, dtype, plan.way)
     names = plan.names(span)
-    parts = {name: _parts(plan, sources, name) for name in names}
+    parts = {name: _parts(checkpoint, plan, sources, name) for name in names}
     held = _dtypes(full, dtype)
     total, done = sum(prod(plan.shapes[name]) * held[name].itemsize for name in names), 0
     with form.open(checkpoint) as files:

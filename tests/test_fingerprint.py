@@ -11,6 +11,7 @@ import pytest
 from peer import fingerprint
 from peer.fingerprint import FileHashes
 from swarm.canonical import FileHash, canonical_hash
+from swarm.errors import BrokenModel
 
 
 def test_the_encoding_is_the_documented_one() -> None:
@@ -82,3 +83,16 @@ def test_a_damaged_memory_of_a_hash_is_hashed_again(tmp_path: Path, content: byt
     for memory in (tmp_path / "hashes").iterdir():
         memory.write_bytes(content)
     assert hashes.sha256(tmp_path / "weights") == first == hashlib.sha256(b"abc").digest()
+
+
+def test_a_file_that_is_still_being_written_is_no_model_yet(tmp_path: Path) -> None:
+    file, hashes = tmp_path / "w.safetensors", FileHashes(tmp_path / "memory")
+    file.write_bytes(bytes(1000))
+
+    def another_program(*_: object) -> None:
+        with file.open("ab") as end:
+            end.write(b"more")
+
+    with pytest.raises(BrokenModel, match=r"w\.safetensors changes while it is read; start again when"):
+        hashes.sha256(file, another_program)
+    assert hashes.sha256(file) == hashlib.sha256(file.read_bytes()).digest()

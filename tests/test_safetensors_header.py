@@ -90,6 +90,36 @@ def test_an_unsound_description_is_refused(entry: object) -> None:
         describe({"w": entry}, "model.safetensors")
 
 
+@pytest.mark.parametrize(
+    ("entry", "says"),
+    [
+        (
+            {"dtype": "F99", "shape": [2], "data_offsets": [0, 8]},
+            "tensor 'w' is of type 'F99', which the format",
+        ),
+        (
+            {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 9]},
+            r"tensor 'w' is F32 \[2, 3\], which doesn't fit its 9",
+        ),
+        (
+            {"dtype": "F32", "shape": [2], "data_offsets": [4, 12]},
+            "'w' starts at byte 4 .* a gap after the header",
+        ),
+    ],
+)
+def test_what_a_description_gets_wrong_is_said_with_the_tensor(entry: object, says: str) -> None:
+    with pytest.raises(BrokenModel, match=rf"w\.safetensors can't be used: .*{says}"):
+        describe({"w": entry}, "w.safetensors")
+
+
+def test_a_tensor_that_lies_beyond_the_file_is_missed(file: Path) -> None:
+    far = '{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},"w":{"dtype":"U8","shape":[9],"data_offsets":[1,10]}}'
+    with pytest.raises(
+        BrokenModel, match=f"it is truncated: {8 + len(far) + 4} of {8 + len(far) + 10} bytes are there"
+    ):
+        read_header(of_header(file, far.encode(), bytes(4)), "model.safetensors")
+
+
 def of_header(file: Path, header: bytes, data: bytes = b"") -> Path:
     file.write_bytes(len(header).to_bytes(8, "little") + header + data)
     return file
@@ -100,7 +130,13 @@ ONE = '{"dtype":"U8","shape":[1],"data_offsets":[0,1]}'
 
 @pytest.mark.parametrize(
     "metadata",
-    ["{}", '{"a":"b"}', r'{ "a" : "}\\\"{" , "\\\\" : "[[[" }', '{"deep": "' + "[" * 5000 + '"}', '{"é":"😀"}'],
+    [
+        "{}",
+        '{"a":"b"}',
+        r'{ "a" : "}\\\"{" , "\\\\" : "[[[" }',
+        '{"deep": "' + "[" * 5000 + '"}',
+        '{"é":"😀"}',
+    ],
 )
 def test_metadata_is_stepped_over_wherever_it_stands(file: Path, metadata: str) -> None:
     meta = f'"__metadata__": {metadata}'
@@ -195,7 +231,9 @@ def peak_bytes(run: Callable[[], object]) -> int:
 
 def test_tensors_that_overlap_are_refused() -> None:
     one = {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}
-    with pytest.raises(BrokenModel, match="'b' starts at byte 0 of the data and overlaps tensor 'a', which ends at 4"):
+    with pytest.raises(
+        BrokenModel, match="'b' starts at byte 0 of the data and overlaps tensor 'a', which ends at 4"
+    ):
         describe({"a": one, "b": one}, "model.safetensors")
 
 

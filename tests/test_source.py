@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from peer.source import ModelSource, resolve_model
 from swarm.errors import BrokenModel, ModelError, ModelNotFound, UnsupportedModel, UsageError
@@ -246,12 +247,112 @@ def test_a_shard_that_the_index_names_and_nobody_has(sharded: Path, cache: Path)
     assert "lacks model-00003-of-00005.safetensors and 1 more of the 6 weight files" in text
 
 
-@pytest.mark.parametrize(
-    "weight_map", [None, {}, [], {"w": "../../etc/passwd"}, {"w": "/etc/passwd"}, {"w": None}]
-)
-def test_an_index_that_names_no_files_of_the_model(sharded: Path, cache: Path, weight_map: object) -> None:
+@pytest.mark.parametrize("weight_map", [None, {}, [], 3])
+def test_an_index_that_names_no_files(sharded: Path, cache: Path, weight_map: object) -> None:
     change_json(sharded / "model.safetensors.index.json", weight_map=weight_map)
-    refusal(sharded, cache, BrokenModel)
+    assert "model.safetensors.index.json of" in (text := refusal(sharded, cache, BrokenModel))
+    assert "lists no weights" in text
+
+
+@pytest.mark.parametrize(
+    "shard",
+    [
+        "../../etc/passwd",
+        "/etc/passwd",
+        "sub/w.safetensors",
+        "..\\w.safetensors",
+        "C:w",
+        "..",
+        "",
+        None,
+        3,
+        [],
+    ],
+)
+def test_an_index_that_leads_out_of_the_directory_is_named(sharded: Path, cache: Path, shard: object) -> None:
+    change_json(sharded / "model.safetensors.index.json", weight_map={"w": shard})
+    text = refusal(sharded, cache, BrokenModel)
+    assert f"names {shard!r}, which can't be a file beside it" in text
+
+
+def test_a_tensor_that_two_shards_have_is_named_with_both(sharded: Path, cache: Path) -> None:
+    one, two = (sharded / f"model-0000{number}-of-00005.safetensors" for number in (2, 4))
+    tensors = load_file(one)
+    save_file(
+        {**load_file(two), "model.layers.1.mlp.up_proj.weight": tensors["model.layers.1.mlp.up_proj.weight"]},
+        two,
+    )
+    text = refusal(sharded, cache, BrokenModel)
+    assert f"tensor model.layers.1.mlp.up_proj.weight is in {one.name} and in {two.name}" in text
+
+
+def test_what_a_shard_holds_that_its_index_leaves_out_is_missed_before_anything_is_loaded(
+    sharded: Path, cache: Path
+) -> None:
+    kept = {
+        name: shard_of(name) for name in weights() if shard_of(name) != "model-00003-of-00005.safetensors"
+    }
+    change_json(sharded / "model.safetensors.index.json", weight_map=kept)
+    assert unpriced(sharded, cache).endswith(
+        "is in none of the model's 5 weight files, model-00000-of-00005.safetensors to "
+        "model-00005-of-00005.safetensors; fetch them and their index again"
+    )
+    assert "tensor model.layers.2." in unpriced(sharded, cache)
+
+
+def test_weights_of_another_size_than_the_config_says_are_named_before_anything_is_loaded(
+    sharded: Path, cache: Path
+) -> None:
+    change_json(sharded / "config.json", intermediate_size=32)
+    assert (
+        "tensor model.layers.0.mlp.down_proj.weight in model-00001-of-00005.safetensors has shape [16, 24], "
+        "the config asks for [16, 32]" in unpriced(sharded, cache)
+    )
+
+
+def unpriced(directory: Path, cache: Path) -> str:
+    """What a peer says that is about to choose its layers."""
+    import torch
+
+    from peer.weights import span_prices
+
+    with pytest.raises(BrokenModel) as caught:
+        span_prices(resolve(directory, cache), torch.float32)
+    return str(caught.value)
+
+
+def test_a_file_that_changed_since_the_model_was_described_is_named_before_it_is_loaded(
+    sharded: Path, cache: Path
+) -> None:
+    source = resolve(sharded, cache)
+    names = [name for name in weights() if name.startswith("model.layers.1.")]
+    source.fetch_tensors(names)
+    spoil_quietly(sharded / "model-00002-of-00005.safetensors")
+    with pytest.raises(
+        BrokenModel,
+        match=r"model-00002-of-00005\.safetensors was changed since .* SHA-256 was [0-9a-f]{16}\.\.\. and",
+    ):
+        source.fetch_tensors(names)
+    source.fetch_tensors(
+        [name for name in weights() if name.startswith("model.layers.2.")]
+    )  # the others are sound
+
+
+def test_a_file_that_changed_between_two_starts_is_another_model(sharded: Path, cache: Path) -> None:
+    before = resolve(sharded, cache).fingerprint
+    spoil_quietly(sharded / "model-00002-of-00005.safetensors")
+    assert resolve(sharded, cache).fingerprint != before
+
+
+def spoil_quietly(path: Path) -> None:
+    """One bit, and the time of change put back."""
+    state = path.stat()
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    while path.stat().st_ctime_ns == state.st_ctime_ns:  # a clock that ticks every few milliseconds
+        path.write_bytes(content)
+    os.utime(path, ns=(state.st_atime_ns, state.st_mtime_ns))
+    assert path.stat().st_mtime_ns == state.st_mtime_ns
 
 
 def test_no_tokenizer(model: Path, cache: Path) -> None:
