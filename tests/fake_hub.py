@@ -1,15 +1,18 @@
 """A server on loopback that speaks as much of the hub's interface as fetching a model needs.
 
 Paths and headers as huggingface_hub reads them: model_info with blobs, and resolve with ETag,
-X-Repo-Commit, X-Error-Code and byte ranges.
+X-Repo-Commit, X-Error-Code and byte ranges. Large files can come from a second server (`Storage`), as the hub's do:
+a redirect with X-Linked-ETag and X-Linked-Size to an address that is signed and good for one download.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import subprocess
 import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -25,10 +28,19 @@ class Repo:
     revisions: tuple[str, ...] = ("main",)
     gated: bool = False  # described to all, its files only to the token
     stated: dict[str, str] = field(default_factory=dict)  # hashes that aren't those of the content
+    gone: frozenset[str] = frozenset()  # files that are described and not there
+    commit: str = COMMIT
+    branches: dict[str, Repo] = field(default_factory=dict)  # other content, by revision
 
     @classmethod
     def of(cls, directory: Path) -> Repo:
         return cls({path.name: path.read_bytes() for path in directory.iterdir()})
+
+    def at(self, revision: str) -> Repo | None:
+        """By branch, tag or commit."""
+        if revision in (*self.revisions, self.commit):
+            return self
+        return next((b for name, b in self.branches.items() if revision in (name, b.commit)), None)
 
 
 @dataclass
@@ -37,33 +49,23 @@ class FakeHub:
     token: str = "hf_right"
     status: int = 0  # answer everything so
     break_after: int | None = None  # hang up after so many bytes of a file
+    pause: Pause | None = None
     requests: list[tuple[str, str, str]] = field(default_factory=list)  # method, path, byte range
+    storage: Storage | None = None
 
     def start(self) -> str:
-        hub = self
-
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-            disable_nagle_algorithm = True  # header and body are two writes
-
-            def do_GET(self) -> None:
-                hub.answer(self)
-
-            do_HEAD = do_GET
-
-            def log_message(self, format: str, *args: object) -> None:
-                pass
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.server.daemon_threads = True
-        self.thread = threading.Thread(target=self.server.serve_forever, args=(0.01,))
-        self.thread.start()
-        return f"http://127.0.0.1:{self.server.server_port}"
+        self.server, address = _serve(self.answer)
+        return address
 
     def stop(self) -> None:
-        self.server.shutdown()
-        self.server.server_close()
-        self.thread.join()
+        self.server.stop()
+        if self.storage is not None:
+            self.storage.server.stop()
+
+    def use_storage(self) -> Storage:
+        self.storage = Storage()
+        self.storage.server, self.storage.address = _serve(self.storage.answer)
+        return self.storage
 
     def downloads(self, file: str) -> list[str]:
         """The byte ranges of the GETs of a file, "" for the whole."""
@@ -89,14 +91,15 @@ class FakeHub:
         repo = self.repos.get(name)
         if repo is None:
             return _reply(request, 404, {"X-Error-Code": "RepoNotFound"})
-        if revision not in (*repo.revisions, COMMIT):
+        repo = repo.at(revision)
+        if repo is None:
             return _reply(request, 404, {"X-Error-Code": "RevisionNotFound"})
         if tree:
             return _reply(
                 request, 200, {}, json.dumps([self._entry(repo, file) for file in repo.files]).encode()
             )
         siblings = [self._sibling(repo, file) for file in repo.files]
-        body = {"id": name, "sha": COMMIT, "siblings": siblings}
+        body = {"id": name, "sha": repo.commit, "siblings": siblings}
         return _reply(request, 200, {"Content-Type": "application/json"}, json.dumps(body).encode())
 
     def _sibling(self, repo: Repo, file: str) -> dict[str, object]:
@@ -111,19 +114,75 @@ class FakeHub:
         }
 
     def _file(self, request: BaseHTTPRequestHandler, name: str, revision: str, file: str) -> None:
-        repo = self.repos[name]
-        assert revision == COMMIT, "files are fetched from the commit that was described"
+        repo = self.repos[name].at(revision)
+        assert repo is not None and revision == repo.commit, (
+            "files are fetched from the commit that was described"
+        )
         if repo.gated and request.headers.get("Authorization") != f"Bearer {self.token}":
             return _reply(request, 403, {"X-Error-Code": "GatedRepo"})
-        content, status = repo.files[file], 200
-        headers = {"ETag": f'"{_etag(repo, file)}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
-        asked = request.headers.get("Range")
-        if asked:
-            first, last = asked.removeprefix("bytes=").split("-")
-            stop = min(int(last) + 1 if last else len(content), len(content))
-            headers["Content-Range"] = f"bytes {first}-{stop - 1}/{len(content)}"
-            content, status = content[int(first) : stop], 206
-        return _reply(request, status, headers, content, self.break_after)
+        if file in repo.gone:
+            return _reply(request, 404, {"X-Error-Code": "EntryNotFound"})
+        headers = {"ETag": f'"{_etag(repo, file)}"', "X-Repo-Commit": repo.commit, "Accept-Ranges": "bytes"}
+        if self.storage is not None and file.endswith(LARGE):
+            linked = {"X-Linked-ETag": headers["ETag"], "X-Linked-Size": str(len(repo.files[file]))}
+            location = self.storage.sign(repo.files[file])
+            return _reply(
+                request, 302, {**headers, "ETag": '"of-the-redirect"', **linked, "Location": location}
+            )
+        return _send(request, repo.files[file], headers, self.break_after, self.pause)
+
+
+@dataclass
+class Storage:
+    """Where the hub keeps large files. seen: of each request the byte range and what it said of who it is."""
+
+    address: str = ""
+    break_after: int | None = None
+    seen: list[tuple[str, str]] = field(default_factory=list)
+    _signed: dict[str, bytes] = field(default_factory=dict)
+    _numbers: Iterator[int] = field(default_factory=itertools.count)
+
+    def sign(self, content: bytes) -> str:
+        path = f"/blob/{next(self._numbers)}"
+        self._signed[path] = content
+        return f"{self.address}{path}?signature=1"
+
+    def answer(self, request: BaseHTTPRequestHandler) -> None:
+        content = self._signed.pop(urlsplit(request.path).path, None)
+        if content is None:
+            return _reply(request, 403, {}, b"expired")
+        self.seen.append((request.headers.get("Range", ""), request.headers.get("Authorization", "")))
+        return _send(request, content, {"ETag": '"of-the-storage"'}, self.break_after)
+
+
+class _Server:
+    def __init__(self, server: ThreadingHTTPServer) -> None:
+        self._server = server
+        server.daemon_threads = True
+        self._thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+def _serve(answer: Callable[[BaseHTTPRequestHandler], None]) -> tuple[_Server, str]:
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+        disable_nagle_algorithm = True  # header and body are two writes
+
+        def do_GET(self) -> None:
+            answer(self)
+
+        do_HEAD = do_GET
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    return _Server(server), f"http://127.0.0.1:{server.server_port}"
 
 
 def _etag(repo: Repo, file: str) -> str:
@@ -147,12 +206,38 @@ def git_hash(content: bytes) -> str:
     return _git_hashes[content]
 
 
+@dataclass
+class Pause:
+    """Send so many bytes of a file and then nothing until `over`."""
+
+    after: int
+    over: threading.Event = field(default_factory=threading.Event)
+
+
+def _send(
+    request: BaseHTTPRequestHandler,
+    content: bytes,
+    headers: dict[str, str],
+    break_after: int | None = None,
+    pause: Pause | None = None,
+) -> None:
+    """A file, or the part of it that was asked for."""
+    status, asked = 200, request.headers.get("Range")
+    if asked:
+        first, last = asked.removeprefix("bytes=").split("-")
+        stop = min(int(last) + 1 if last else len(content), len(content))
+        headers = {**headers, "Content-Range": f"bytes {first}-{stop - 1}/{len(content)}"}
+        content, status = content[int(first) : stop], 206
+    _reply(request, status, headers, content, break_after, pause if asked is None else None)
+
+
 def _reply(
     request: BaseHTTPRequestHandler,
     status: int,
     headers: dict[str, str] | None = None,
     body: bytes = b"",
     break_after: int | None = None,
+    pause: Pause | None = None,
 ) -> None:
     request.send_response(status)
     for name, value in {**(headers or {}), "Content-Length": str(len(body))}.items():
@@ -160,6 +245,10 @@ def _reply(
     request.end_headers()
     if request.command == "GET":
         try:
+            if pause is not None and len(body) > pause.after:
+                request.wfile.write(body[: pause.after])
+                pause.over.wait()
+                raise ConnectionAbortedError
             request.wfile.write(body[:break_after])
             request.close_connection = break_after is not None
         except ConnectionError:

@@ -1,20 +1,32 @@
-"""Models of the hub, against a server on loopback that speaks its interface."""
+"""Models of the hub, against a server on loopback that speaks its interface, as far as a loaded span."""
 
 from __future__ import annotations
 
+import errno
+import json
+import os
 import shutil
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import huggingface_hub
+import numpy as np
 import pytest
+import torch
 from huggingface_hub import constants
 
 from peer import resumable
 from peer.source import ModelSource, resolve_model
+from peer.weights import load_span, span_tensors
+from routing.spans import Span
 from swarm.errors import BrokenModel, CapacityError, GatedModel, ModelError, ModelNotFound, UnsupportedModel
-from tests.fake_hub import FakeHub, Repo
+from tests.fake_hub import FakeHub, Pause, Repo
+from tests.processes import ROOT, environment
+from tests.published import publish_gpt_oss
 from tests.tiny_model import LAYERS, change_json, shard_of, weights, write_tiny_model
 
 SHARDS = sorted({shard_of(name) for name in weights()})
@@ -312,3 +324,183 @@ def test_a_model_that_was_never_fetched_says_so_offline(world: World) -> None:
     text = refusal(world, ModelNotFound)
     assert "org/tiny isn't in the local cache" in text
     assert "HF_HUB_OFFLINE" in text
+
+
+# -- as far as a loaded span -----------------------------------------------------------------------------
+
+
+def load(source: ModelSource, span: Span) -> dict[str, np.ndarray]:
+    """Fetch and load as a peer does; the tensors by name."""
+    names = span_tensors(source, span)
+    source.fetch_tensors(names)
+    hop = load_span(source, span, torch.float32)
+    layers = {f"model.layers.{i}.": layer for i, layer in zip(span, hop._layers, strict=True)}
+    return {
+        prefix + name: tensor.numpy()
+        for prefix, layer in layers.items()
+        for name, tensor in layer.state_dict().items()
+    }
+
+
+def assert_middle(loaded: dict[str, np.ndarray], seed: int = 0) -> None:
+    expected = {
+        name: array
+        for name, array in weights(seed).items()
+        if name.startswith(("model.layers.1.", "model.layers.2."))
+    }
+    assert loaded.keys() == expected.keys()
+    for name, array in expected.items():
+        assert np.array_equal(loaded[name], array), name
+
+
+MIDDLE = Span(1, 3)
+OWN = ["model-00002-of-00005.safetensors", "model-00003-of-00005.safetensors"]
+
+
+def test_a_middle_span_is_loaded_from_its_own_shards_and_no_others(world: World) -> None:
+    assert_middle(load(world.resolve(), MIDDLE))
+    assert weight_downloads(world) == OWN
+    for shard in set(SHARDS) - set(OWN):
+        assert world.hub.downloads(shard) == ["bytes=0-100000"]  # its header, in one request
+
+
+def test_a_weight_and_its_scales_are_fetched_wherever_they_lie(world: World) -> None:
+    model = publish_gpt_oss(world.model.parent / "gpt-oss")
+    world.hub.repos["org/tiny"] = Repo.of(model)
+    source, span = world.resolve(), Span(2, 3)
+    load(source, span)
+    index = json.loads((model / "model.safetensors.index.json").read_text())["weight_map"]
+    needed = {file for name, file in index.items() if name.startswith("model.layers.2.")}
+    headers = (
+        "",
+        "bytes=0-100000",
+    )  # small enough to come whole in the answer to the question for its header
+    fetched = {file for file in set(index.values()) if len(world.hub.downloads(file)) > 1}
+    assert fetched == needed != set(index.values()), headers
+
+
+def test_large_files_come_from_a_storage_that_never_sees_the_token(world: World) -> None:
+    world.monkeypatch.setenv("HF_TOKEN", world.hub.token)
+    storage = world.hub.use_storage()
+    assert_middle(load(world.resolve(), MIDDLE))
+    assert len(storage.seen) == len(SHARDS) + len(OWN)  # headers, and two shards
+    assert {who for _, who in storage.seen} == {""}
+
+
+def test_a_storage_that_hangs_up_is_asked_for_the_rest_at_a_fresh_address(world: World) -> None:
+    source, storage = world.resolve(), world.hub.use_storage()
+    storage.break_after = 2000
+    assert_middle(load(source, MIDDLE))
+    size = (world.model / OWN[0]).stat().st_size
+    assert [span for span, _ in storage.seen[: -(-size // 2000)]] == [
+        "",
+        *(f"bytes={n}-" for n in range(2000, size, 2000)),
+    ]
+
+
+CHILD = """
+import sys
+from pathlib import Path
+from peer.fingerprint import FileHashes
+from peer.hub import open_hub
+cache = Path(sys.argv[1])
+files = open_hub("org/tiny", None, cache, FileHashes(cache / "hashes"))
+files.fetch([sys.argv[2]], lambda what, done, total: print(done, flush=True))
+"""
+
+
+def test_a_download_outlives_the_process_that_began_it(world: World) -> None:
+    shard = OWN[0]
+    world.hub.pause = Pause(after=3000)
+    home = world.cache.parent
+    child = subprocess.Popen(
+        [sys.executable, "-c", CHILD, str(world.cache), shard],
+        cwd=ROOT,
+        env={
+            **environment(home, world.cache),
+            "HF_ENDPOINT": constants.ENDPOINT,
+            "HF_HUB_CACHE": constants.HF_HUB_CACHE,
+        },
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert child.stdout is not None
+    with child.stdout:
+        assert any(int(line) == 3000 for line in child.stdout)  # then nothing more comes
+        child.kill()
+        assert child.wait(30) == -signal.SIGKILL
+    world.hub.pause.over.set()
+    world.hub.pause = None
+    world.hub.requests.clear()
+    assert_middle(load(world.resolve(), MIDDLE))
+    assert world.hub.downloads(shard) == ["bytes=0-100000", "bytes=3000-"]
+
+
+def test_a_revision_has_weights_of_its_own(world: World) -> None:
+    other = write_tiny_model(world.model.parent / "other", sharded=True, seed=5)
+    branch = Repo.of(other)
+    branch.commit = "f" * 40
+    world.publish(branches={"v2": branch})
+    main, second = world.resolve(), world.resolve(revision="v2")
+    assert main.fingerprint != second.fingerprint
+    assert_middle(load(second, MIDDLE), seed=5)
+    assert_middle(load(main, MIDDLE))
+    world.offline()
+    assert_middle(load(world.resolve(revision="v2"), MIDDLE), seed=5)
+
+
+def test_a_span_that_was_fetched_is_loaded_without_a_network(world: World) -> None:
+    load(world.resolve(), MIDDLE)
+    world.hub.requests.clear()
+    world.offline()
+    source = world.resolve()
+    assert_middle(load(source, MIDDLE))
+    with pytest.raises(ModelError, match="HF_HUB_OFFLINE"):
+        load(source, Span(3, 4))
+    assert world.hub.requests == []
+
+
+def test_a_token_that_ends_before_the_weights_are_fetched_is_said_as_such(world: World) -> None:
+    world.publish(gated=True)
+    world.monkeypatch.setenv("HF_TOKEN", world.hub.token)
+    source = world.resolve()
+    world.monkeypatch.setenv("HF_TOKEN", "hf_wrong")
+    with pytest.raises(
+        GatedModel,
+        match=r"org/tiny is gated: accept its licence at https://huggingface\.co/org/tiny, then set HF_TOKEN",
+    ):
+        load(source, MIDDLE)
+    world.monkeypatch.setenv("HF_TOKEN", world.hub.token)
+    assert_middle(load(source, MIDDLE))
+
+
+def test_a_file_that_the_hub_describes_and_lacks_is_no_fault_of_the_network(world: World) -> None:
+    source = world.resolve()
+    world.publish(gone=frozenset(OWN[1:]))
+    with pytest.raises(ModelError, match="the hub answered 404 for org/tiny"):
+        load(source, MIDDLE)
+
+
+def test_a_fetched_file_that_was_changed_is_found_out_and_fetched_again(world: World) -> None:
+    source = world.resolve()
+    load(source, MIDDLE)
+    blob = source.path(OWN[1]).resolve()
+    content = blob.read_bytes()
+    blob.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.raises(
+        BrokenModel, match=f"{OWN[1]} of org/tiny can't be used: its hash isn't the one that the hub states"
+    ):
+        load(source, MIDDLE)
+    assert_middle(load(source, MIDDLE))
+
+
+def test_a_full_disk_is_no_trouble_with_the_hub(world: World) -> None:
+    source = world.resolve()
+
+    def no_room(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    world.monkeypatch.setattr(resumable.os, "fsync", no_room)
+    with pytest.raises(OSError, match=r"No space left on device: '.*\.layerswarm'") as caught:
+        source.fetch_tensors(layer(1))
+    assert caught.value.errno == errno.ENOSPC

@@ -49,17 +49,17 @@ def weights(seed: int = 0) -> dict[str, np.ndarray]:
     return tensors
 
 
-def write_tiny_model(directory: Path, *, sharded: bool = False) -> Path:
+def write_tiny_model(directory: Path, *, sharded: bool = False, seed: int = 0) -> Path:
     """Config, tokenizer, template and weights: one file, or one for each layer and two for the ends."""
     directory.mkdir(parents=True, exist_ok=True)
     write_json(directory / "config.json", CONFIG)
     write_json(directory / "generation_config.json", {"eos_token_id": [2, 5], "bos_token_id": 1})
     write_tokenizer(directory)
     if not sharded:
-        save_file(weights(), directory / "model.safetensors", metadata={"format": "pt"})
+        save_file(weights(seed), directory / "model.safetensors", metadata={"format": "pt"})
         return directory
     shards: dict[str, dict[str, np.ndarray]] = {}
-    for name, tensor in weights().items():
+    for name, tensor in weights(seed).items():
         shards.setdefault(shard_of(name), {})[name] = tensor
     for file, tensors in shards.items():
         save_file(tensors, directory / file, metadata={"format": "pt"})
