@@ -64,7 +64,9 @@ class FakeHub:
 
     def use_storage(self) -> Storage:
         self.storage = Storage()
-        self.storage.server, self.storage.address = _serve(self.storage.answer)
+        self.storage.server, address = _serve(self.storage.answer)
+        # another host, not only another port: that is what huggingface_hub goes by
+        self.storage.address = address.replace("127.0.0.1", "localhost")
         return self.storage
 
     def downloads(self, file: str) -> list[str]:
