@@ -23,6 +23,11 @@ class Bucket:
         self._left -= amount
         return True
 
+    def spend(self, now: float, amount: float) -> None:
+        """What has been used already, even if it wasn't there."""
+        self._left = min(self._burst, self._left + (now - self._at) * self._rate) - amount
+        self._at = now
+
     def ready_at(self, now: float, amount: float = 1.0) -> float:
         """When `take` would succeed, if nobody takes meanwhile."""
         left = min(self._burst, self._left + (now - self._at) * self._rate)

@@ -31,6 +31,7 @@
         ├── HandshakeError       costs the connection
         │   └── StrangeProgram   the other side speaks another protocol: dropped without a word
         ├── FramingError         costs the connection
+        ├── Flooded              too much of what is cheap to send: costs the connection, and a time outside
         ├── MessageError         costs the stream only
         ├── TemplateFailed       the model's chat template is broken or reached a limit; nothing was sent
         └── StreamClosed         the other side ended or reset this stream
@@ -232,6 +233,10 @@ class StrangeProgram(HandshakeError):
 
 
 class FramingError(RemoteError):
+    pass
+
+
+class Flooded(RemoteError):
     pass
 
 

@@ -15,7 +15,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, cast
 
 from swarm import wire
-from swarm.errors import SendQueueFull, StreamClosed, VersionMismatch
+from swarm.errors import Flooded, SendQueueFull, StreamClosed, VersionMismatch
 from swarm.flow import Admit, Priority
 from swarm.identity import PeerId
 from swarm.messages import Message
@@ -316,11 +316,12 @@ class Link(asyncio.Protocol):
             self.connection.receive_data(part, now)
             self.transmit()
             now = monotonic()
+        wait_s = self.connection.worked(now, now - begun)
         if self._transport is None or self._transport.is_closing():
             self._unread = memoryview(b"")
-        elif self._unread:
+        elif self._unread or wait_s:
             self._transport.pause_reading()
-            self.loop.call_soon(self._read_on)
+            self.loop.call_later(wait_s, self._read_on) if wait_s else self.loop.call_soon(self._read_on)
         else:
             self._transport.resume_reading()
 
@@ -397,6 +398,8 @@ class Link(asyncio.Protocol):
         quiet = event.error is None or not (self._proved or self.dialled)
         quiet = quiet and not isinstance(event.error, VersionMismatch)
         log.log(logging.DEBUG if quiet else logging.INFO, "%r closed: %s", self, event.reason)
+        if isinstance(event.error, Flooded):
+            self.owner.flooded(self)
         error = event.error or StreamClosed(event.reason)
         if not self.ready.done():
             self.ready.set_exception(error)

@@ -29,7 +29,7 @@ from typing import Any, Protocol
 
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
-from swarm.addresses import DEFAULT_PORT, Address, parse_address
+from swarm.addresses import DEFAULT_PORT, Address, address_group, parse_address
 from swarm.door import MAX_PENDING, Door
 from swarm.errors import (
     HandshakeError,
@@ -47,6 +47,7 @@ from swarm.identity import Identity, PeerId
 from swarm.link import Link, Stream
 from swarm.messages import Message, Unsupported
 from swarm.noise import MAX_NETWORK_NAME
+from swarm.quotas import DEFAULT_QUOTAS, Account, Accounts, Quotas
 from swarm.wire import Connection
 
 log = logging.getLogger("swarm.transport")
@@ -93,6 +94,7 @@ class Transport:
         *,
         known_hosts: KnownHosts | None = None,
         limits: Limits = DEFAULT_LIMITS,
+        quotas: Quotas = DEFAULT_QUOTAS,
     ) -> None:
         if not 0 < len(network.encode()) <= MAX_NETWORK_NAME:
             raise UsageError(f"a network's name takes 1 to {MAX_NETWORK_NAME} bytes, got {network[:120]!r}")
@@ -103,6 +105,7 @@ class Transport:
         self.port: int | None = None
         self._known_hosts = known_hosts
         self._limits = limits
+        self._accounts = Accounts(quotas)
         self._static = X25519PrivateKey.generate()  # as old as the process, never on disk
         self._preferred: dict[PeerId, Link] = {}
         self._established: dict[PeerId, list[Link]] = {}
@@ -397,6 +400,11 @@ class Transport:
         if caller is not None:
             self._door.gone(caller)
 
+    def flooded(self, link: Link) -> None:
+        """It was closed for a flood: its network waits outside."""
+        lasts_s = self._door.strike(link.remote[0], monotonic())
+        log.info("%r flooded this peer; its network is refused for %g s", link, lasts_s)
+
     def close_if_duplicate(self, link: Link) -> None:
         """Looked at with each ping: a connection that new streams don't use goes when it has been idle."""
         now = monotonic()
@@ -425,6 +433,9 @@ class Transport:
         idle[0].close("idle, and another connection is needed")
 
     def _new_link(self, dialled: bool, address: Address | None = None, since: float | None = None) -> Link:
+        def account(peer: PeerId, now: float) -> Account:
+            return Account(self._accounts, peer, address_group(link.remote[0]), now)
+
         connection = Connection(
             "initiator" if dialled else "responder",
             self.identity,
@@ -434,6 +445,7 @@ class Transport:
             static=self._static,
             limits=self._limits,
             first_limits=self._first_limits,
+            account=account,
             now=monotonic() if since is None else since,
         )
         link = Link(self, dialled, connection)

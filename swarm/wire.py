@@ -26,7 +26,8 @@ stops its own sender and nobody else.
 
 Faults: what breaks encryption, framing or a window costs the connection (`Closed` with the error). A bad
 message costs its stream (`StreamReset`). An unknown kind of message costs nothing: it is answered with
-`Unsupported`. Frames for a stream that is over are dropped without a word.
+`Unsupported`. Frames for a stream that is over are dropped without a word. What is allowed but too much of
+it (`quotas.py`) costs the stream, and repeatedly the connection.
 
 Invariants: nothing is allocated by a size that was only stated; every queue and table is bounded.
 """
@@ -43,7 +44,7 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 from swarm import messages
-from swarm.errors import FramingError, HandshakeError, MessageError, StreamClosed, SwarmError
+from swarm.errors import Flooded, FramingError, HandshakeError, MessageError, StreamClosed, SwarmError
 from swarm.flow import (
     CLOSE,
     DATA,
@@ -65,6 +66,7 @@ from swarm.identity import Identity, PeerId
 from swarm.messages import Message, UnknownKind, Unsupported
 from swarm.noise import CipherState, Handshake, Role
 from swarm.packing import Buffer, pack
+from swarm.quotas import STREAM_BYTES, Account
 from swarm.tensors import RawTensor
 
 LAST = CONTROL_WINDOW = 1  # flags of DATA and of WINDOW
@@ -77,6 +79,10 @@ MAX_REASON = 512  # bytes; reasons are for people
 COALESCE_BYTES = 16 << 10  # small records leave together up to here, in one system call
 MAX_URGENT = 4096  # control frames waiting: only a peer that sends without ever reading gets there
 MAX_PINGS = 16  # outstanding at once
+# What is counted by its bytes, its window, or what it makes us compute; all else is a control message.
+UNCOUNTED = (messages.Step, messages.Tokens, messages.Delta, messages.Files)
+TOO_MANY = "too many control messages; what is over the limit isn't answered"
+TOO_MUCH_HELD = "more is held for this network than its share; read or end some streams first"
 OUR_LATENESS_S = 1.0  # if a deadline is looked at later than that, this process stood still, not the other side
 
 
@@ -165,6 +171,7 @@ class Connection:
 
     first_limits: `max_message_bytes` of an incoming stream by its first message. The second may be here
     before anybody has looked at the first, so `configure` alone would come too late.
+    account: where the costs of a proved peer are counted, made when it has proved itself; None: nowhere.
     After any call there may be new events and new data to send. `now` is seconds on the caller's clock.
     Nothing here raises for what the network did: that arrives as `Closed` or `StreamReset`.
     """
@@ -180,10 +187,14 @@ class Connection:
         static: X25519PrivateKey | None = None,
         limits: Limits = DEFAULT_LIMITS,
         first_limits: Mapping[type[Message], int] = NO_FIRST_LIMITS,
+        account: Callable[[PeerId, float], Account] | None = None,
         now: float = 0.0,
         rng: Callable[[int], bytes] = os.urandom,
     ) -> None:
         self.limits = limits
+        self._open_account = account
+        self._account: Account | None = None  # once the other side is known
+        self._now = now  # of what is being read
         self._first_limits = first_limits
         self.peer: PeerId | None = None
         self._handshake: Handshake | None = Handshake(
@@ -388,7 +399,7 @@ class Connection:
                 self._read_records(data, now)
         except SwarmError as error:
             self._buffer = bytearray()
-            self._close(error, str(error), tell=isinstance(error, FramingError))
+            self._close(error, str(error), tell=isinstance(error, FramingError | Flooded))
 
     @property
     def missing(self) -> int:
@@ -428,6 +439,8 @@ class Connection:
             return b""
         done = handshake.done
         self.peer, self._sender, self._receiver = done.peer, done.sender, done.receiver
+        if self._open_account is not None:
+            self._account = self._open_account(done.peer, now)
         self._hello = handshake.data_to_send()
         self._handshake = None
         self._events.append(Secured(done.peer))
@@ -463,6 +476,9 @@ class Connection:
         if len(frame) < HEADER.size:
             raise FramingError(f"a frame of {len(frame)} bytes, {HEADER.size} are the least")
         kind, flags, number = HEADER.unpack_from(frame)
+        self._now = now
+        if kind != DATA and not self._within_quota(number) and kind == PING:
+            return
         if kind == DATA:
             self._on_data(number, flags, memoryview(frame)[HEADER.size :])
         elif kind == WINDOW:
@@ -505,16 +521,23 @@ class Connection:
 
     def _open_remote(self, number: int) -> StreamState | None:
         if len(self._streams) >= 2 * self.limits.max_streams:
+            self._within_quota(number)
             self._push(RESET, number, _reason(f"{len(self._streams)} streams are open already"))
             return None
         state = self._streams[number] = StreamState(number, self.limits)
         state.fresh = True
+        if not self._hold(state, STREAM_BYTES):
+            self._within_quota(number)
+            self.reset(number, TOO_MUCH_HELD)
+            return None
         self._events.append(StreamOpened(number))
         return state
 
     def _on_data(self, number: int, flags: int, part: memoryview) -> None:
         state = self._stream_of(number)
         if state is None:
+            if self._account is not None and not self._account.wasted(self._now, len(part) + FRAME_COST):
+                self._strike("too much is sent on streams that are over")
             return
         priority, last = flags >> 1 & 3, bool(flags & LAST)
         self._check_part(state, priority, last, len(part))
@@ -524,9 +547,14 @@ class Connection:
             raise FramingError(f"stream {number} overran its window")
         state.parts_priority = priority
         state.parts_cost += cost
-        self._hold(state, cost)
+        if not self._hold(state, cost):
+            self._fail_stream(state, TOO_MUCH_HELD)
+            return
         if self._held > self.limits.held_bytes:
             self._fail_stream(state, f"this connection already holds {self._held} bytes that nobody took")
+            return
+        if priority == 0 and not self._within_quota(number):
+            self._fail_stream(state, TOO_MANY)
             return
         try:
             self._deliver(state, window, state.assemble(part, last))
@@ -555,6 +583,8 @@ class Connection:
         cost, state.parts_cost = state.parts_cost, 0
         try:
             message = messages.decode(*whole)
+            if window and not isinstance(message, UNCOUNTED) and not self._within_quota(state.number):
+                raise MessageError(TOO_MANY)  # a message costs what it costs, whatever priority it claims
         except UnknownKind:
             self._hold(state, -cost)
             self._answer_unsupported(state, str(whole[0].get("kind"))[:80])
@@ -682,15 +712,34 @@ class Connection:
 
     # ---- keeping the books
 
+    def worked(self, now: float, seconds: float) -> float:
+        """So much time went into reading what came. Returns for how many seconds to read nothing more."""
+        return 0.0 if self._account is None or self._closed else self._account.worked(now, seconds)
+
+    def _within_quota(self, number: int) -> bool:
+        """Count what is cheap to send, for stream `number` or none. Raises Flooded when it is too much too often."""
+        answer = number != 0 and number & 1 != self._remote_parity
+        if self._account is None or self._account.control(self._now, answer):
+            return True
+        self._strike(TOO_MANY)
+        return False
+
+    def _strike(self, what: str) -> None:
+        assert self._account is not None
+        if not self._account.strike(self._now):
+            raise Flooded(f"{what}, again and again")
+
     def _settle(self, state: StreamState, window: int) -> bool:
         if state.they_ended or not state.credits[window].due():
             return False
         self._owed[state.number, window] = None
         return True
 
-    def _hold(self, state: StreamState, change: int) -> None:
+    def _hold(self, state: StreamState, change: int) -> bool:
+        """False: those who hold much hold too much by now."""
         state.held += change
         self._held += change
+        return self._account is None or self._account.hold(change)
 
     def _fail_stream(self, state: StreamState, reason: str) -> None:
         self.reset(state.number, reason)
@@ -731,6 +780,8 @@ class Connection:
             ready.clear()
         self._streams.clear()
         self._held = 0
+        if self._account is not None:
+            self._account.close()
         if tell and self._handshake is None:
             self._push(CLOSE, 0, _reason(reason))
         self._events.append(Closed(error, reason))

@@ -22,6 +22,7 @@ CORES = (
     "swarm/buckets.py",
     "swarm/door.py",
     "swarm/flow.py",
+    "swarm/quotas.py",
     "swarm/wire.py",
     "swarm/registry.py",
     "swarm/table.py",

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import random
-import struct
 from collections.abc import Callable
 from typing import Any
 
-import msgpack
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -36,7 +34,7 @@ from swarm.wire import (
     StreamReset,
     Writable,
 )
-from tests.wire_pair import Pair, connected
+from tests.wire_pair import Pair, connected, framed
 
 
 def step(size: int, position: int = 0) -> Step:
@@ -46,11 +44,6 @@ def step(size: int, position: int = 0) -> Step:
 
 def positions(messages: list[Message]) -> list[int]:
     return [message.position for message in messages if isinstance(message, Step)]
-
-
-def framed(value: object) -> bytes:
-    body = msgpack.packb(value)
-    return struct.pack(">H", len(body)) + body
 
 
 # ---------------------------------------------------------------- the connection

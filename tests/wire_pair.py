@@ -6,6 +6,8 @@ import random
 import struct
 from typing import Any
 
+import msgpack
+
 from swarm.flow import DEFAULT_LIMITS, Limits
 from swarm.identity import Identity
 from swarm.messages import Message
@@ -71,3 +73,9 @@ def connected(limits: Limits = DEFAULT_LIMITS) -> Pair:
     assert pair.events(pair.a, Secured) == [Secured(BOB.peer_id)]
     assert pair.events(pair.b, Secured) == [Secured(ALICE.peer_id)]
     return pair
+
+
+def framed(value: object) -> bytes:
+    """A whole message without tensors, of whatever map."""
+    body = msgpack.packb(value)
+    return struct.pack(">H", len(body)) + body
