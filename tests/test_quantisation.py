@@ -403,7 +403,7 @@ DAMAGES: list[tuple[str, Callable[[dict[str, Tensor]], dict[str, Tensor | None]]
     ("deepseek-v3", lambda _: {f"{UP}_scale_inv": torch.ones(3, 2, dtype=torch.int64)}, BrokenModel,
      f"tensor {UP}_scale_inv in model-00000-of-00004.safetensors is I64 [3, 2], which aren't the scales of"),
     ("gpt-oss", lambda _: {SCALES: None}, BrokenModel,
-     "model.layers.1.mlp.experts.down_proj is in none of the model's files"),
+     "model.layers.1.mlp.experts.down_proj is in none of the model's 5 weight files"),
     ("gpt-oss", lambda t: {SCALES: t[SCALES][:, :60].clone()}, BrokenModel,
      f"{SCALES} in model-00001-of-00004.safetensors is U8 [4, 60, 3], which aren't the scales of {BLOCKS}, "
      "U8 [4, 64, 3, 16]"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import logging
+import os
 import random
 import socket
 import threading
@@ -25,7 +26,7 @@ from swarm import AsyncClient
 from swarm.errors import BrokenModel, CapacityError
 from swarm.registry import PeerEntry
 from swarm.state import StateDir
-from tests.tiny_model import change_json, write_tiny_model
+from tests.tiny_model import write_tiny_model
 from tests.tiny_swarm import WITHIN_S, Background, TinySwarm, write_model
 
 PROMPT = "the other one"
@@ -121,7 +122,6 @@ def test_weights_that_fail_while_they_load_leave_no_claim(
 ) -> None:
     """The claim was public by then; a goodbye, not a lease of seconds, takes it back."""
     spoiled = write_tiny_model(tmp_path / "spoiled")
-    change_json(spoiled / "config.json", intermediate_size=25)
     gate, seen = threading.Event(), []
     start = Engine.start
     monkeypatch.setattr(Engine, "start", lambda self: (start(self), self.call(gate.wait)))
@@ -130,8 +130,10 @@ def test_weights_that_fail_while_they_load_leave_no_claim(
     until(swarm, lambda: "eve" in known_names(swarm))
     claim = entry(swarm)
     seen.append(claim.heartbeat.state if claim else "")
+    weights = spoiled / "model.safetensors"
+    os.truncate(weights, weights.stat().st_size - 100)
     gate.set()
-    with pytest.raises(BrokenModel, match=r"has shape \[24, 16\], the config asks for \[25, 16\]"):
+    with pytest.raises(BrokenModel, match=r"model\.safetensors can't be used: it is truncated"):
         starting.result(WITHIN_S)
     assert seen == ["loading"]
     assert entry(swarm) is None
