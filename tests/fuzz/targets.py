@@ -43,7 +43,7 @@ from swarm.noise import Handshake
 from swarm.records import SIGNATURE_BYTES, check_signature, open_record, read_record, sign_record
 from swarm.registry import Kind, Registry
 from swarm.state import KnownHosts, StateDir, _load_key
-from swarm.tensors import read_ids
+from swarm.tensors import read_floats, read_ids
 from swarm.tokenizer import ModelFacts, TextCodec
 from swarm.wire import Closed, Connection, MessageReceived, Priority, StreamReset
 from tests.fuzz import samples, values
@@ -242,8 +242,12 @@ def message_input(rng: random.Random) -> bytes:
 def feed_message(data: bytes) -> bool:
     message = messages.decode(*packing.unpack(data))
     for tensor in packing.unpack(data)[1].values():
+        for read in (read_ids, read_floats):
+            with contextlib.suppress(MessageError):
+                read(tensor)
+    if isinstance(message, messages.Tokens):
         with contextlib.suppress(MessageError):
-            read_ids(tensor)
+            message.likelihoods()
     with contextlib.suppress(ValueError):  # defaults that were left out may not fit any more
         assert messages.decode(*packing.unpack(packed(message))) == message
     return True

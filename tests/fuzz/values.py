@@ -16,7 +16,17 @@ from routing.spans import Span
 from swarm import records
 from swarm.errors import MessageError
 from swarm.identity import Identity, peer_id
-from swarm.messages import MAX_LAYERS, MAX_RECORD_BYTES, REGISTERED, Codec, Message, NamedTensors, Told
+from swarm.messages import (
+    MAX_LAYERS,
+    MAX_NAMES_TOLD,
+    MAX_RECORD_BYTES,
+    REGISTERED,
+    Codec,
+    Message,
+    ModelSeen,
+    NamedTensors,
+    Told,
+)
 from swarm.records import Descriptor, Heartbeat, Leave, Record
 from swarm.tensors import ITEM_BYTES, RawTensor, tensor_bytes
 
@@ -36,6 +46,7 @@ def closed_over(codec: Codec) -> dict[str, Any]:
 def of_codec(codec: Codec) -> Strategy:
     """Values that travel by `codec`."""
     kind = codec.read.__qualname__.partition(".")[0]
+    assert kind in _STRATEGIES, f"say in _STRATEGIES how to draw what {kind} reads"
     return _STRATEGIES[kind](closed_over(codec))
 
 
@@ -68,8 +79,13 @@ def _span(_: dict[str, Any]) -> Strategy:
 
 def _told(_: dict[str, Any]) -> Strategy:
     signed = st.binary(min_size=64, max_size=100)
-    ages = st.integers(0, 10**9).map(lambda ms: ms / 1000)
+    ages = st.integers(0, 4 * 10**6).map(lambda quarters: quarters / 4)  # others are rounded up to a millisecond
     return st.builds(Told, signed, ages, st.none() | signed)
+
+
+def _model(_: dict[str, Any]) -> Strategy:
+    names = st.lists(_text({"most": 40}), min_size=1, max_size=MAX_NAMES_TOLD).map(tuple)
+    return st.builds(ModelSeen, st.binary(min_size=32, max_size=32), names, st.integers(0, 1 << 20))
 
 
 def _figures(count: int) -> Strategy:
@@ -80,9 +96,7 @@ def _figures(count: int) -> Strategy:
 
 _STRATEGIES: dict[str, Callable[[dict[str, Any]], Strategy]] = {
     "integer": lambda bounds: st.integers(bounds["low"], bounds["high"]),
-    "number": lambda bounds: st.floats(bounds["low"], bounds["high"], width=32).filter(
-        lambda value: bounds["low"] <= value <= bounds["high"]
-    ),
+    "number": lambda bounds: st.floats(bounds["low"], bounds["high"]),
     "text": _text,
     "_printable": _printable,
     "octets": _octets,
@@ -95,6 +109,7 @@ _STRATEGIES: dict[str, Callable[[dict[str, Any]], Strategy]] = {
     "_read_span": _span,
     "_read_peer": lambda _: st.binary(min_size=32, max_size=32).map(peer_id),
     "_read_told": _told,
+    "_read_model": _model,
     "_read_speed": lambda _: _figures(len(dataclasses.fields(records.Speed))),
     "_read_state": lambda _: st.sampled_from(records.STATES),
 }
@@ -131,8 +146,7 @@ def messages(cls: type[Message]) -> Strategy:
     """Messages of one kind, as a careful sender would make them."""
     if issubclass(cls, NamedTensors):
         return of_fields(cls, tensors=st.dictionaries(names, tensors, max_size=3))
-    checked = hasattr(cls, "check")
-    carried = {name: ids if checked else st.none() | ids | tensors for name in cls.TENSORS}
+    carried = {name: ids if name == "ids" else st.none() | ids | tensors for name in cls.TENSORS}
     return of_fields(cls, **carried).filter(_sound)
 
 
