@@ -161,14 +161,20 @@ class Circle:
         return [Reach(peer) for peer in peers]
 
     def _fill(self, linked: set[PeerId], table: Table, now: float) -> list[Action]:
-        """Up to the number kept, from those alive; with nobody left at all, from those that were."""
+        """Up to the number kept, from those alive; with nobody left at all, from those that were: half of them
+        such as we have met, so that a crowd that nobody met doesn't stand in the way."""
         missing = self._keep - len(linked) - len(self._reaching)
         if missing <= 0:
             return []
         free = self._free(_alive(table, now), linked)
+        seen: list[PeerId] = []
         if not free and not linked:
             free = self._free(table.lapsed(), linked)
-        return self._reach(self._rng.sample(free, min(missing, len(free))), now)
+            seen = [peer for peer in free if table.places.is_proved(peer)]
+        chosen = self._rng.sample(seen, min(len(seen), (missing + 1) // 2))
+        others = sorted(set(free) - set(chosen))
+        chosen += self._rng.sample(others, min(missing - len(chosen), len(others)))
+        return self._reach(chosen, now)
 
     def _rotate(self, kept: list[Neighbour], linked: set[PeerId], table: Table, now: float) -> list[Action]:
         """One random dial, and the oldest that was opened here makes room when there are too many."""
@@ -183,7 +189,8 @@ class Circle:
         return actions + (self._reach([self._rng.choice(free)], now) if free else [])
 
     def _heal(self, linked: set[PeerId], table: Table, now: float) -> list[Action]:
-        """Try an old address that nobody alive answers for, each in its turn; without neighbours, a few."""
+        """Try an old address that nobody alive answers for, each in its turn; without neighbours, a few. Every
+        other one, on average, is one where somebody was."""
         if bool(linked) != self._linked:
             self._linked = bool(linked)
             self._heal_s = HEAL_S if linked else FIRST_HEAL_S
@@ -198,10 +205,15 @@ class Circle:
         ]
         free = [one for one in quiet if one not in self._reaching]
         self._rng.shuffle(free)
-        chosen = sorted(free, key=lambda one: self._addresses[one].tried_at)[: 1 if linked else TRIES_ALONE]
-        for one in chosen:
+        free.sort(key=lambda one: self._addresses[one].tried_at)
+        actions: list[Action] = []
+        for _ in range(min(1 if linked else TRIES_ALONE, len(free))):
+            seen = (one for one in free if self._addresses[one].worth > _Worth.HEARSAY)
+            one = next(seen, free[0]) if self._rng.random() < 0.5 else free[0]
+            free.remove(one)
             self._reaching[one] = self._addresses[one].tried_at = now
-        return [ReachAddress(one) for one in chosen]
+            actions.append(ReachAddress(one))
+        return actions
 
     def _duplicates(self, kept: list[Neighbour]) -> list[Action]:
         """Of two streams with one peer the one that the higher PeerId opened goes, and it ends it."""

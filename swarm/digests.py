@@ -1,8 +1,9 @@
 """Sums over what a table holds, so that two participants can tell where they differ without listing it.
 
 Every head that is held falls into one of PLACES by its owner's key, and a digest is one sum per bucket of
-places. What is summed is the hash of the descriptor (or of the leave), so renewals change nothing and a
-head that one side lacks changes one bucket.
+places. What is summed is the hash of the descriptor (or of the leave) and the state, so renewals change nothing
+and a head that one side lacks changes one bucket. So does one that it should have renewed: the table takes a
+head out when half of its lease is over (`Table.fade`).
 
 Invariant: the sums are kept as heads come and go, so a digest costs the same at ten thousand peers as at
 ten; only the first one about a model walks through the table.

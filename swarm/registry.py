@@ -500,6 +500,7 @@ class Registry:
             return
         one.digest_heard_at[message.answer] = now
         self._lapse(now)
+        self.table.fade(now)
         ours = self.table.digests.sums(buckets, one.only)
         chosen = differing(ours, message.sums)
         if not chosen:
@@ -571,6 +572,7 @@ class Registry:
 
     def _own_digest(self, one: Neighbour, now: float, answer: bool) -> Digest:
         self._lapse(now)
+        self.table.fade(now)
         buckets = DIGEST_BUCKETS if len(self.table) < LARGE else DIGEST_BUCKETS_LARGE
         return Digest(self.table.digests.sums(buckets, one.only), answer)
 

@@ -46,6 +46,7 @@ from swarm.owner import LEASE_INTERVALS, heartbeat_interval_s
 from swarm.places import Places, groups_of
 from swarm.records import (
     MAX_LEASE_S,
+    STATES,
     Descriptor,
     Heartbeat,
     Leave,
@@ -61,6 +62,8 @@ GONE_S = 3600.0  # far above MAX_LEASE_S, so that a replayed heartbeat finds the
 RECENT_S = 600.0  # a peer that lapsed since then counts as known ("4 of 5 known peers alive")
 DOUBT_SLACK_S = 2.0  # above an interval, for the way here
 OPINIONS = 8  # on the age of one head, at most
+FADED = 0.5  # share of its lease after which a head no longer counts in a digest
+FADE_LOOK_S = 1.0  # between looks for such heads: one walks through the table
 RENEWALS = 16  # heads of one owner at once (it may change its mind while it joins); one more each half interval
 assert GONE_S > 2 * MAX_LEASE_S
 
@@ -175,6 +178,8 @@ class Table:
         self._names: dict[bytes, Counter[str]] = {}  # fingerprint -> what those who serve it call it
         self.places = Places(own)
         self.digests = Digests()
+        self._faded: set[PeerId] = set()  # those held that don't count in them
+        self._fade_at = 0.0
         self.version = 0  # grows with every change
         self.models_version = 0  # grows when a model, or a name of one, comes or goes
 
@@ -323,6 +328,20 @@ class Table:
                 over.append(peer)
         self._forget(now)
         return over
+
+    def fade(self, now: float) -> None:
+        """Let the digests leave out heads that are past half of their lease.
+
+        Nobody's are who hears every heartbeat, so the sums differ for whoever missed one, while there is still
+        time to heal that.
+        """
+        if now < self._fade_at:
+            return
+        self._fade_at = now + FADE_LOOK_S
+        for held in self._held.values():
+            if held.lapses_at - now < FADED * held.head.lease_s and held.peer not in self._faded:
+                self._faded.add(held.peer)
+                self.digests.remove(held.peer)
 
     @property
     def next_lapse(self) -> float | None:
@@ -486,11 +505,13 @@ class Table:
         self._by_id[held.head_id] = held.peer
         if before is None:
             self._paces[held.peer] = _Pace(RENEWALS - 1, held.heard_at)
-        if before is None or before.descriptor_bytes != held.descriptor_bytes or before.rank.hash != held.rank.hash:
+        if before is None or _differs(before, held) or held.peer in self._faded:
             if before is not None:
-                self.digests.remove(before.peer)
+                self._leave_digests(before)
+            self.digests.add(held.peer, held.fingerprint, _digest_value(held))
+        if before is None or before.rank.hash != held.rank.hash:
+            if before is not None:
                 self._uncount(before)
-            self.digests.add(held.peer, held.fingerprint, int.from_bytes(held.rank.hash[:8], "big"))
             self._count(held)
             self.places.enter(held.peer, groups_of(held.addresses))
         self._push_lapse(held)
@@ -500,10 +521,16 @@ class Table:
         del self._held[held.peer]
         del self._paces[held.peer]
         self._by_id.pop(held.head_id, None)
-        self.digests.remove(held.peer)
+        self._leave_digests(held)
         self.places.leave(held.peer)
         self._uncount(held)
         self.version += 1
+
+    def _leave_digests(self, held: Held) -> None:
+        if held.peer in self._faded:
+            self._faded.discard(held.peer)
+        else:
+            self.digests.remove(held.peer)
 
     def _count(self, held: Held) -> None:
         if held.descriptor is None:
@@ -590,6 +617,12 @@ def _differs(before: Held, after: Held) -> bool:
     if isinstance(before.head, Leave) or isinstance(after.head, Leave):
         return True
     return before.rank.hash != after.rank.hash or before.head.state != after.head.state
+
+
+def _digest_value(held: Held) -> int:
+    """What a head adds to a digest: the same for all that nobody needs to hear of at once (`_differs`)."""
+    state = STATES.index(held.head.state) if isinstance(held.head, Heartbeat) else 0
+    return int.from_bytes(held.rank.hash[:8], "big") + state
 
 
 def _entry(held: Held, now: float) -> PeerEntry | None:

@@ -358,3 +358,39 @@ def test_models_are_counted_by_name() -> None:
     assert held.models() == {FINGERPRINT: {"a": 2, "b": 1, "c": 1}} and held.models_version > version
     held.lapse(LEASE_S)
     assert held.models() == {}
+
+
+# ---------------------------------------------------------------- digests
+
+
+def sums(held: Table, now: float) -> tuple[bytes, ...]:
+    held.fade(now)
+    return held.digests.sums(64)
+
+
+def test_a_renewal_changes_no_digest_until_somebody_has_missed_the_next_ones() -> None:
+    behind, up_to_date = Table(), Table()
+    for one in (behind, up_to_date):
+        one.accept(told(seq=10, beat=11), now=0.0)
+    up_to_date.accept(told(seq=10, beat=12), now=5.0)
+    assert sums(behind, 6.0) == sums(up_to_date, 6.0)
+    assert sums(behind, 8.0) != sums(up_to_date, 8.0)
+    behind.accept(told(seq=10, beat=12, age_s=4.0), now=9.0)
+    assert sums(behind, 10.0) == sums(up_to_date, 10.0)
+    for one in (behind, up_to_date):
+        assert one.lapse(20.0) == [ALICE.peer_id]
+    assert sums(behind, 21.0) == sums(up_to_date, 21.0) == sums(Table(), 21.0)
+
+
+def test_a_missed_change_of_state_is_seen_in_a_digest() -> None:
+    data = sign_record(ALICE, a_descriptor(seq=10))
+    serving, draining = (
+        Told(sign_record(ALICE, a_heartbeat(data, beat, state=state)), 0.0, data)
+        for beat, state in ((11, "serving"), (12, "draining"))
+    )
+    one, other = Table(), Table()
+    one.accept(serving, now=0.0)
+    other.accept(draining, now=0.0)
+    assert sums(one, 1.0) != sums(other, 1.0)
+    one.accept(draining, now=1.0)
+    assert sums(one, 2.0) == sums(other, 2.0)
