@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import importlib
 import ipaddress
 import logging
@@ -319,11 +320,12 @@ class PeerService:
         """Publish this claim as loading."""
         self.span = span
         source, plan = self.source, self.plan
+        self._advertised_at = self._addresses()
         self.kv_tokens = plan.kv_tokens(span)
         descriptor = Descriptor(
             peer=self.transport.identity.peer_id,
             seq=0,
-            addresses=tuple(self._addresses()),
+            addresses=tuple(self._advertised_at),
             fingerprint=source.fingerprint,
             model=source.served_name,
             layers=source.layers,
@@ -339,7 +341,7 @@ class PeerService:
             release=swarm.__version__,
         )
         self._published = True
-        published = await self.node.publish(descriptor, Load(state="loading"))
+        published = self._descriptor = await self.node.publish(descriptor, Load(state="loading"))
         return Claim(published.peer, span, published.seq, settled=False)
 
     @property
@@ -427,10 +429,22 @@ class PeerService:
         )
 
     async def _keep_beating(self) -> None:
-        """Fresh figures for every heartbeat that the node sends."""
+        """Fresh figures for every heartbeat that the node sends, and our addresses as they are by now."""
+        addresses = self._addresses()
         while True:
             await asyncio.sleep(FIGURES_S)
             self.node.heartbeat(self._load_now("draining" if self.server.draining else "serving"))
+            before, addresses = addresses, self._addresses()
+            if addresses == before:  # an interface that comes up gets its addresses one by one
+                await self._advertise_addresses(addresses)
+
+    async def _advertise_addresses(self, addresses: list[str]) -> None:
+        """Tell the swarm where this peer is now, if it has moved."""
+        if addresses != self._advertised_at:
+            self._advertised_at = addresses
+            descriptor = dataclasses.replace(self._descriptor, addresses=tuple(addresses))
+            self._descriptor = await self.node.publish(descriptor)
+            self._say(f"address  now {', '.join(self._descriptor.addresses)}")
 
     def _sessions_changed(self) -> None:
         """One quiet line per event."""

@@ -12,10 +12,12 @@ import random
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 from routing.estimates import Links, prefill_s
 from routing.planner import NoChain, coverage, plan, weakest
 from routing.spans import Hop, Offer, Route, Span
+from swarm.clocks import clock_errors
 from swarm.errors import AmbiguousModel, NoRoute, UnknownModel
 from swarm.identity import PeerId
 from swarm.records import Descriptor
@@ -37,9 +39,8 @@ class LiveModel:
         return tuple(entry for entry in self.entries if entry.heartbeat.state == "serving")
 
     @property
-    def label(self) -> str:
-        """The name, and enough of the fingerprint to tell two models of one name apart."""
-        return f"{self.name}@{self.fingerprint.hex()[:8]}"
+    def names(self) -> frozenset[str]:
+        return frozenset(entry.descriptor.model for entry in self.entries)
 
 
 def live_models(entries: Sequence[PeerEntry]) -> tuple[LiveModel, ...]:
@@ -66,7 +67,21 @@ def _model(fingerprint: bytes, group: Sequence[PeerEntry]) -> LiveModel:
     )
 
 
-def choose_model(models: Sequence[LiveModel], wanted: str | None) -> LiveModel:
+class Named(Protocol):
+    """A model as `choose_model` sees it: one of the records here, or one that a source lists."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def names(self) -> Collection[str]: ...
+    @property
+    def fingerprint(self) -> bytes: ...
+
+
+N = TypeVar("N", bound=Named)
+
+
+def choose_model(models: Sequence[N], wanted: str | None) -> N:
     """The model called `wanted` (a name, or name@fingerprint), or the only one where none is named.
 
     Raises UnknownModel, or AmbiguousModel listing the choices.
@@ -78,15 +93,19 @@ def choose_model(models: Sequence[LiveModel], wanted: str | None) -> LiveModel:
         found = [
             model
             for model in models
-            if any(entry.descriptor.model == name for entry in model.entries)
-            and model.fingerprint.hex().startswith(start.lower())
+            if name in model.names and model.fingerprint.hex().startswith(start.lower())
         ]
     if not found:
-        raise UnknownModel(wanted or "", [model.name for model in models])
+        raise UnknownModel(wanted or "", sorted(model.name for model in models))
     if len(found) > 1:
         same_name = len({model.name for model in found}) < len(found)
-        raise AmbiguousModel([model.label if same_name else model.name for model in found])
+        raise AmbiguousModel(sorted(label(model) if same_name else model.name for model in found))
     return found[0]
+
+
+def label(model: Named) -> str:
+    """The name, and enough of the fingerprint to tell two models of one name apart."""
+    return f"{model.name}@{model.fingerprint.hex()[:8]}"
 
 
 def offers(entries: Sequence[PeerEntry], link_s: Mapping[PeerId, float]) -> list[Offer]:
@@ -195,7 +214,8 @@ def make_plan(route: Route, model: LiveModel, descriptors: Mapping[PeerId, bytes
 
 @dataclass(frozen=True, slots=True)
 class PeerStatus:
-    """One row of `swarm status`. rtt_s is None where the peer didn't answer a ping."""
+    """One row of `swarm status`. rtt_s is None where the peer didn't answer a ping. clock_error_s: how far its wall
+    clock is ahead of the others', 0 where it isn't far enough to tell anybody."""
 
     descriptor: Descriptor
     state: str
@@ -205,6 +225,7 @@ class PeerStatus:
     tokens_per_s: float
     age_s: float
     rtt_s: float | None
+    clock_error_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +252,8 @@ def model_status(model: LiveModel, rtts: Mapping[PeerId, float | None], known: i
         route = plan_chain(model, half, known)
     except NoRoute as error:
         problem = str(error)
-    rows = tuple(_peer_status(entry, rtts) for entry in sorted(model.entries, key=_by_span))
+    errors = clock_errors({e.peer: e.heartbeat.issued_ms / 1000 + e.age_s for e in model.entries})
+    rows = tuple(_peer_status(entry, rtts, errors) for entry in sorted(model.entries, key=_by_span))
     cover = coverage(model.layers, spans)
     return ModelStatus(model.name, model.fingerprint, model.layers, rows, cover, weak, route, problem)
 
@@ -240,7 +262,9 @@ def _by_span(entry: PeerEntry) -> tuple[Span, str]:
     return entry.descriptor.span, entry.descriptor.name
 
 
-def _peer_status(entry: PeerEntry, rtts: Mapping[PeerId, float | None]) -> PeerStatus:
+def _peer_status(
+    entry: PeerEntry, rtts: Mapping[PeerId, float | None], clock_errors_s: Mapping[PeerId, float]
+) -> PeerStatus:
     beat = entry.heartbeat
     return PeerStatus(
         entry.descriptor,
@@ -251,4 +275,5 @@ def _peer_status(entry: PeerEntry, rtts: Mapping[PeerId, float | None]) -> PeerS
         beat.tokens_per_s,
         entry.age_s,
         rtts.get(entry.descriptor.peer),
+        clock_errors_s.get(entry.descriptor.peer, 0.0),
     )

@@ -17,11 +17,20 @@ from pathlib import Path
 from typing import Unpack
 
 from swarm.chains import LiveModel, ModelStatus, choose_model, live_models, make_plan, model_status, plan_chain
-from swarm.errors import MessageError, NoRoute, PromptTooLong, SwarmError, Unreachable, UsageError
+from swarm.errors import (
+    MessageError,
+    NoRoute,
+    PromptTooLong,
+    SwarmError,
+    UnknownModel,
+    Unreachable,
+    UsageError,
+)
+from swarm.following import Following
 from swarm.generation import Completion, Generation, Opening, SessionDriver
 from swarm.identity import Identity, PeerId
 from swarm.lan import Lan, lan_wanted
-from swarm.messages import Files, GetFiles
+from swarm.messages import Files, GetFiles, ModelSeen
 from swarm.node import Node
 from swarm.options import Options, Wanted, seeds_of
 from swarm.registry import PeerEntry
@@ -67,6 +76,7 @@ class AsyncClient:
         self._join = join_addresses(address)
         self._only = frozenset(only)
         self._model = model
+        self._following = Following(model, everything=bool(only))
         self._network = network
         self._home = home
         self._node: Node | None = None
@@ -97,9 +107,10 @@ class AsyncClient:
             state = StateDir.open(self._home)
             transport = Transport(Identity.ephemeral(), self._network, known_hosts=state.known_hosts(self._network))
             lan = Lan(self._network) if lan_wanted() else None
-            node = Node(transport, role="client", state=state, lan=lan)
+            node = Node(transport, role="client", state=state, lan=lan, follow=self._following)
             try:
                 await node.start(self._join)
+                await node.whole()
             except BaseException:
                 await node.close()
                 await transport.close()
@@ -169,7 +180,7 @@ class AsyncClient:
         started = asyncio.get_running_loop().time()
         await self.connect()
         node = self._require_node()
-        live = choose_model(live_models(self._usable(node.entries())), wanted.model or self._model)
+        live = await self._find(wanted.model or self._model)
         codec = await self._codec(live)
         encoded = await codec.encode_prompt(prompt, raw=wanted.raw)
         await self._measure_once(live)
@@ -201,6 +212,25 @@ class AsyncClient:
             name_of=lambda peer: names.get(peer) or peer[:8],
             started=started,
         )
+
+    async def _find(self, name: str | None) -> LiveModel:
+        """The model of that name (or the only one), with its peers. Raises UnknownModel, AmbiguousModel."""
+        node = self._require_node()
+        if self._following.everything:
+            return choose_model(live_models(self._usable(node.entries())), name)
+        listed = await self._find_listed(node, name)
+        self._following.use(listed.fingerprint)
+        await node.want(self._following(node.models()))
+        return choose_model(live_models(node.entries(listed.fingerprint)), name)
+
+    async def _find_listed(self, node: Node, name: str | None) -> ModelSeen:
+        try:
+            return choose_model(node.models(), name)
+        except UnknownModel:
+            if name is None:
+                raise
+        await node.seek(name.partition("@")[0])  # a list has no room for all the models of a very large swarm
+        return choose_model(node.models(), name)
 
     def _usable(self, entries: Sequence[PeerEntry]) -> Sequence[PeerEntry]:
         if not self._only:
@@ -342,7 +372,8 @@ class AsyncClient:
     # ------------------------------------------------------------ looking
 
     def peers(self) -> tuple[PeerEntry, ...]:
-        """Everything the registry shows alive now, of all models. Empty before `connect`."""
+        """Who is alive now, of the models that this client follows: its own or the only one, those it generated
+        with, and all models once `status` was asked for all. Empty before `connect`."""
         return () if self._node is None else self._node.entries()
 
     async def changed(self) -> None:
@@ -353,9 +384,12 @@ class AsyncClient:
         """Peers, coverage and a really planned route of each live model (or of `model`)."""
         await self.connect()
         node = self._require_node()
-        models = live_models(node.entries())
         if model is not None:
-            models = (choose_model(models, model),)
+            models: tuple[LiveModel, ...] = (await self._find(model),)
+        else:
+            self._following.everything = True
+            await node.want(None)
+            models = live_models(node.entries())
         peers = [entry.descriptor.peer for live in models for entry in live.entries]
         rtts = await node.measure(peers)
         return tuple(model_status(live, rtts, node.known()) for live in models)

@@ -10,7 +10,7 @@ Pure: `now` is the registry's clock, and our wall clock comes in as an argument,
 from __future__ import annotations
 
 import statistics
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from swarm.identity import PeerId
@@ -25,6 +25,22 @@ class ClockOff:
 
     error_s: float
     clocks: int
+
+
+def clock_errors(shown_s: Mapping[PeerId, float]) -> dict[PeerId, float]:
+    """Those who are off, and by how much. shown_s: what each one's wall clock shows at one and the same moment."""
+    if len(shown_s) < MIN_CLOCKS:
+        return {}
+    middle = statistics.median(shown_s.values())
+    return {peer: shown - middle for peer, shown in shown_s.items() if abs(shown - middle) > TOLERANCE_S}
+
+
+def describe(error_s: float) -> str:
+    """`2 h 3 min ahead of`, `45 s behind`"""
+    minutes, seconds = divmod(round(abs(error_s)), 60)
+    hours, minutes = divmod(minutes, 60)
+    amount = f"{hours} h {minutes} min" if hours else f"{minutes} min {seconds} s" if minutes else f"{seconds} s"
+    return f"{amount} {'ahead of' if error_s > 0 else 'behind'}"
 
 
 class Clocks:

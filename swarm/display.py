@@ -14,6 +14,7 @@ from rich.text import Text
 
 from routing.spans import Span
 from swarm.chains import ModelStatus, PeerStatus
+from swarm.clocks import describe
 from swarm.generation import Completion, ServedBy
 
 WARNINGS = """Before you lend this machine:
@@ -101,7 +102,7 @@ def _peer_row(peer: PeerStatus, layers: int) -> tuple[RenderableType, ...]:
     state = Text(peer.state, style=STATE_STYLE.get(peer.state, ""))
     load = f"{peer.sessions} open" + (f", {duration(peer.queue_s)} wait" if peer.queue_s >= 0.001 else "")
     return (
-        Text(peer.descriptor.name or peer.descriptor.peer[:8]),  # Text: a stranger's name is no markup
+        Text(_name(peer)),  # Text: a stranger's name is no markup
         str(peer.descriptor.span),
         span_bar(peer.descriptor.span, layers),
         state,
@@ -114,15 +115,24 @@ def _peer_row(peer: PeerStatus, layers: int) -> tuple[RenderableType, ...]:
     )
 
 
+def _name(peer: PeerStatus) -> str:
+    return peer.descriptor.name or peer.descriptor.peer[:8]
+
+
 def _health(model: ModelStatus) -> list[RenderableType]:
     weak_count = min(model.coverage)
+    clocks = [
+        Text(f"clock      {_name(peer)}'s is {describe(peer.clock_error_s)} the others'", style="yellow")
+        for peer in model.peers
+        if peer.clock_error_s
+    ]
     covered = f"coverage  {coverage_bar(model.coverage)}  weakest: layers {model.weakest}, {count(weak_count, 'peer')}"
     if model.route is None:
-        return [Text(covered), Text(f"no chain   {model.problem}", style="red")]
-    names = {peer.descriptor.peer: peer.descriptor.name or peer.descriptor.peer[:8] for peer in model.peers}
+        return [Text(covered), Text(f"no chain   {model.problem}", style="red"), *clocks]
+    names = {peer.descriptor.peer: _name(peer) for peer in model.peers}
     chain = " → ".join(f"{names.get(hop.peer, hop.peer[:8])} {hop.span}" for hop in model.route.hops)  # type: ignore[call-overload]
     speed = f"about {1 / model.route.step_s:.0f} tokens/s" if model.route.step_s > 0 else ""
-    return [Text(covered), Text.assemble(("chain ok  ", "green"), f"{chain}  {speed}")]
+    return [Text(covered), Text.assemble(("chain ok  ", "green"), f"{chain}  {speed}"), *clocks]
 
 
 def status_json(models: Sequence[ModelStatus]) -> str:
@@ -163,6 +173,7 @@ def _peer_json(peer: PeerStatus) -> dict[str, Any]:
         "sessions": peer.sessions,
         "queue_s": peer.queue_s,
         "age_s": peer.age_s,
+        "clock_error_s": peer.clock_error_s,
     }
 
 

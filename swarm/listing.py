@@ -12,13 +12,13 @@ MAX_LIST_BYTES = 15 * 1024  # of a message's 16 KiB
 OVERHEAD_BYTES = 48  # the fingerprint, the count and lengths
 
 
-def list_models(table: Table) -> ModelList:
-    """Those with the most peers first, as many as one message holds."""
+def list_models(table: Table, named: str = "") -> ModelList:
+    """Those called `named` first, then those with the most peers, as many as one message holds."""
     seen = [
-        ModelSeen(fingerprint, _commonest(names), names.total())
+        ModelSeen(fingerprint, _told_names(names, named), names.total())
         for fingerprint, names in table.models().items()
     ]
-    seen.sort(key=lambda model: (-model.peers, model.fingerprint))
+    seen.sort(key=lambda model: (named not in model.names, -model.peers, model.fingerprint))
     told, room = [], MAX_LIST_BYTES
     for model in seen[:MAX_MODELS_TOLD]:
         room -= OVERHEAD_BYTES + sum(len(name.encode()) + 3 for name in model.names)
@@ -38,5 +38,9 @@ def merged(lists: Iterable[tuple[ModelSeen, ...]]) -> tuple[ModelSeen, ...]:
     return tuple(sorted(found.values(), key=lambda model: (-model.peers, model.fingerprint)))
 
 
-def _commonest(names: Counter[str]) -> tuple[str, ...]:
-    return tuple(sorted(names, key=lambda name: (-names[name], name))[:MAX_NAMES_TOLD])
+def _told_names(names: Counter[str], named: str) -> tuple[str, ...]:
+    """The commonest, and the one that was asked for."""
+    ordered = sorted(names, key=lambda name: (-names[name], name))
+    return tuple(ordered if named not in ordered[MAX_NAMES_TOLD:] else [*ordered[: MAX_NAMES_TOLD - 1], named])[
+        :MAX_NAMES_TOLD
+    ]

@@ -685,10 +685,12 @@ class GossipHello(Message):
 @message("subscribe")
 class Subscribe(Message):
     """A client wants to hear of these models (by fingerprint), or with None of all. Said again it replaces what
-    it said before. snapshot: first tell all of what is new in it, in Deltas up to `complete`."""
+    it said before. snapshot: first tell all of what is new in it, in Deltas up to `complete`. named: list models
+    of this name first, should there be more than a list holds."""
 
     only: tuple[bytes, ...] | None = of(optional(list_of(digest, MAX_MODELS_WANTED)), default=None)
     snapshot: bool = of(flag, default=True)
+    named: str = of(text(128), default="")
 
 
 @dataclass(frozen=True, slots=True)
@@ -699,6 +701,10 @@ class ModelSeen:
     fingerprint: bytes
     names: tuple[str, ...]
     peers: int
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
 
 
 def _write_model(model: ModelSeen) -> Wire:

@@ -15,7 +15,19 @@ from swarm.budget import SLICE, Share
 from swarm.digests import Models
 from swarm.errors import MessageError
 from swarm.identity import PeerId
-from swarm.messages import MAX_IDS, MAX_TOLD, Ask, Delta, Digest, Message, ModelList, Offer, Told
+from swarm.messages import (
+    MAX_IDS,
+    MAX_TOLD,
+    Ask,
+    Delta,
+    Digest,
+    GossipHello,
+    Message,
+    ModelList,
+    Offer,
+    Subscribe,
+    Told,
+)
 from swarm.table import Held, Table
 
 BATCH_S = 1.0  # renewals wait this long for company; changes don't wait
@@ -40,7 +52,8 @@ class Kind(enum.Enum):
 class Neighbour:
     """One stream. key: the shell's name for it. share: of the work that we do for others. greeted: the first
     message has been exchanged. visitor: may have a snapshot but no place. only: models that it wants to hear
-    of, or None. snapshots_owed: that we asked it for; snapshot_only: models of the last of them."""
+    of, or None; named: what it calls one of them. snapshots_owed: that we asked it for; snapshot_only: models
+    of the last of them."""
 
     key: int
     peer: PeerId
@@ -49,10 +62,11 @@ class Neighbour:
     since: float
     share: Share
     group: str | None = None
-    greeting: Message | None = None
+    greeting: GossipHello | Subscribe | None = None
     greeted: bool = False
     visitor: bool = False
     only: Models | None = None
+    named: str = ""
     models: ModelList | None = None
     digest: Digest | None = None
     snapshots_owed: int = 0

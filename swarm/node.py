@@ -18,25 +18,28 @@ peer goes on hearing the local network, and joins whoever it doesn't know yet: t
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
-import ipaddress
 import itertools
 import logging
 import random
 import sys
 import time
-from collections.abc import Collection, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
 from typing import Any, Literal
 
 from swarm.addresses import Address, is_loopback, parse_address
+from swarm.clocks import describe
+from swarm.dialback import DialsBack, Reachability
 from swarm.errors import IdentityError, PeerFailed, RemoteError, StreamClosed, SwarmError, Unreachable
 from swarm.flow import Priority
 from swarm.identity import PeerId
 from swarm.lan import Found, Lan
 from swarm.link import Link, Stream
-from swarm.messages import Delta, DialBack, DialledBack, GossipHello, Message, Subscribe
+from swarm.messages import Delta, DialBack, GossipHello, Message, ModelSeen, Subscribe
 from swarm.records import Descriptor, Load
 from swarm.registry import (
+    ClockOff,
     Drop,
     Kind,
     PeerEntry,
@@ -58,6 +61,7 @@ REMEMBERED_FIRST_S = 0.3  # a client asks the LAN only after that, which takes a
 LAN_PATIENCE_S = 1.5  # a first answer takes 0.2 s; two peers started at once hear each other a second later
 NOBODY_ON_LAN = "no peer announces itself on this local network"
 LAN_AT_ONCE = 4  # peers of the LAN dialled side by side; most often the first one's snapshot tells of the others
+SEEK_TIMEOUT_S = 2.0  # for a list of the models with a name first
 LEAVE_TIMEOUT_S = 1.0  # for the signed leave to get out
 DROP_TIMEOUT_S = 1.0  # for what was queued when a neighbour is let go
 MAX_REACHED = 1024  # addresses at which somebody was found, kept for dialling again
@@ -65,10 +69,6 @@ REMEMBER_S = 300.0  # between writes of the remembered peers
 REMEMBER_FIRST_S = 5.0  # until the first; doubles up to REMEMBER_S, so that one killed early knows somebody too
 MOST_MEASURED = 256  # connections at once, well under the usual 1,024 file descriptors of a process
 MEASURE_TIMEOUT_S = 0.5  # one slow peer must not delay `swarm status`
-DIAL_BACK_TIMEOUT_S = 3.0  # for one address; the asker waits a little longer
-DIAL_BACKS_AT_ONCE = 4  # for others; more wait
-CONFIRM_S = 30.0  # between tries while no address of ours was dialled back
-ASKED_TO_DIAL_BACK = 3  # neighbours asked each time
 SEQ_MARGIN = 1024  # numbers left in a block when the next one is reserved
 
 
@@ -79,6 +79,11 @@ def clock() -> float:
     if sys.platform == "darwin":  # there CLOCK_MONOTONIC goes on during sleep; time.monotonic doesn't
         return time.clock_gettime(time.CLOCK_MONOTONIC)
     return time.monotonic()
+
+
+def wall_ms() -> int:
+    """Unix time as this machine has it, which nothing but warnings depends on."""
+    return int(time.time() * 1000)
 
 
 class _Channel:
@@ -99,6 +104,7 @@ class _Channel:
 class Node:
     """state: where peers are remembered between runs, None for nowhere. peer_dir: a peer's own locked
     directory, whose seq is kept there. only: the models (fingerprints) that a client hears of, None for all.
+    follow: asked for that again whenever the list of models changes; until then it hears of none.
     lan: where to find others without an address; a peer listens there for as long as it lives."""
 
     def __init__(
@@ -109,12 +115,13 @@ class Node:
         state: StateDir | None = None,
         peer_dir: PeerDir | None = None,
         only: Collection[bytes] | None = None,
+        follow: Callable[[tuple[ModelSeen, ...]], Collection[bytes] | None] | None = None,
         lan: Lan | None = None,
         rng: random.Random | None = None,
     ) -> None:
         self.transport, self.role = transport, role
+        self.wall_ms: Callable[[], int] = wall_ms
         self.second_instance = False  # somebody else speaks with this identity
-        self.confirmed_addresses: set[str] = set()
         self._state, self._peer_dir = state, peer_dir
         self._rng = rng or random.Random()
         first_seq = peer_dir.reserve_seq() if peer_dir is not None else int(time.time() * 1000)
@@ -123,9 +130,9 @@ class Node:
             transport.identity if role == "peer" else None,
             now=clock(),
             rng=self._rng,
-            only=only,
+            only=only if follow is None else (),
             first_seq=first_seq,
-            unix_ms=int(time.time() * 1000),
+            unix_ms=wall_ms(),
         )
         self._keys = itertools.count(1)
         self._channels: dict[int, _Channel] = {}
@@ -134,21 +141,26 @@ class Node:
         self._timer: asyncio.TimerHandle | None = None
         self._version = 0
         self._changed = asyncio.Event()
+        self._completed = asyncio.Event()
+        self._follow = follow
+        self._lists_version = -1
         self._load = Load()
-        self._may_serve = False
-        self._confirm_now = asyncio.Event()
-        self._dialling_back = asyncio.Semaphore(DIAL_BACKS_AT_ONCE)
+        self._reach_us = Reachability(
+            transport, self._gossips, self._own_addresses, self._rng, lambda: self.heartbeat(self._load)
+        )
         self._lan = lan
         self._joining_lan = asyncio.Semaphore(LAN_AT_ONCE)
         self._lan_joined = asyncio.Event()
         self._closed = False
+        transport.on_link.append(self._saw)
 
     # ------------------------------------------------------------ starting and ending
 
     async def start(self, join: Sequence[str] = ()) -> None:
         """Join by one of these addresses, else by a remembered one or the LAN. Returns with the first snapshot.
 
-        Raises UsageError (an address that isn't one), and if none of `join` answers Unreachable,
+        Where nobody answers at any address of `join`, remembered ones are tried, since a swarm outlives its
+        first address. Raises UsageError (an address that isn't one), and if nothing helps Unreachable,
         IdentityError, VersionMismatch or HandshakeError; a client that finds nobody without an address gets
         Unreachable. A peer starts alone then. Call `close` in any case.
         """
@@ -156,7 +168,7 @@ class Node:
         if self.role == "peer":
             self.transport.handle(GossipHello, self._serve_gossip)
             self.transport.handle(Subscribe, self._serve_subscriber)
-            self.transport.handle(DialBack, self._answer_dial_back)
+            self.transport.handle(DialBack, DialsBack(self.transport).answer)
         remembered = self._recall()
         for address in given:
             self.registry.remember(str(address), address.peer, given=True)
@@ -166,7 +178,7 @@ class Node:
         if self._lan is not None and self.role == "peer":
             await self._lan.start(self._heard_on_lan)
         if given:
-            await self._join_any(given, self._join)
+            await self._join_given(given, remembered)
         else:
             await self._join_without_address(remembered[:REMEMBERED_AT_ONCE])
         self._own(self._remember_regularly())
@@ -186,6 +198,7 @@ class Node:
         if self._closed:
             return
         self._closed = True
+        self.transport.on_link.remove(self._saw)
         if self._timer is not None:
             self._timer.cancel()
         if self._lan is not None:
@@ -226,7 +239,46 @@ class Node:
     @property
     def serving_allowed(self) -> bool:
         """Whether a load of `serving` is advertised as such: dialled back, or nobody there to ask."""
-        return self._may_serve
+        return self._reach_us.reachable
+
+    @property
+    def confirmed_addresses(self) -> set[str]:
+        """Those of ours that somebody dialled back."""
+        return self._reach_us.confirmed
+
+    # ------------------------------------------------------------ models, for a client
+
+    def models(self) -> tuple[ModelSeen, ...]:
+        """Which models are alive, the one with most peers first."""
+        return self.registry.models()
+
+    async def want(self, only: Collection[bytes] | None) -> None:
+        """Hear of these models (fingerprints), or of all; returns when all about them is here.
+
+        Raises Unreachable when nobody tells in SNAPSHOT_TIMEOUT_S.
+        """
+        self.registry.want(only, clock())
+        self._transmit()
+        await self.whole()
+
+    async def seek(self, name: str) -> None:
+        """Have models of this name listed; returns when the list has come again, or after SEEK_TIMEOUT_S."""
+        self.registry.seek(name)
+        before = self.registry.lists_version
+        self._transmit()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(SEEK_TIMEOUT_S):
+                while self.registry.lists_version == before:
+                    await self.changed()
+
+    async def whole(self) -> None:
+        """Wait until a snapshot of what is wanted is here. Raises Unreachable."""
+        try:
+            async with asyncio.timeout(SNAPSHOT_TIMEOUT_S):
+                while not self.registry.complete:
+                    await self._completed.wait()
+        except TimeoutError:
+            raise Unreachable("any peer", f"no records in {SNAPSHOT_TIMEOUT_S:g} s", "try again") from None
 
     # ------------------------------------------------------------ reaching others
 
@@ -254,17 +306,21 @@ class Node:
         """Sign and spread what this peer is; what was signed is returned.
 
         `peer` and `seq` are filled in, addresses that don't fit left out. Then neighbours are asked to
-        dial the addresses back, until one is confirmed. Raises UsageError or MessageError (nothing
-        changed) when a field is impossible.
+        dial the addresses back (`dialback.py`). Raises UsageError or MessageError (nothing changed) when a
+        field is impossible.
         """
         first = not self.registry.descriptor_bytes
-        self._load = load or self._load
-        self._may_serve = self._may_serve or self.registry.alone
-        made = self.registry.publish(descriptor, self._advertised(), clock())
+        before, self._load = self._load, load or self._load
+        self._reach_us.begin()
+        try:
+            made = self.registry.publish(descriptor, self._advertised(), clock())
+        except SwarmError:
+            self._load = before
+            raise
         self._transmit()
         if first:
-            self._own(self._confirm(), "confirming addresses")
-        self._confirm_now.set()
+            self._own(self._reach_us.watch(), "confirming addresses")
+        self._reach_us.look()
         return made
 
     def heartbeat(self, load: Load) -> None:
@@ -275,13 +331,18 @@ class Node:
             self._transmit()
 
     def _advertised(self) -> Load:
-        if self._load.state == "serving" and not self._may_serve:
+        if self._load.state == "serving" and not self._reach_us.reachable:
             return dataclasses.replace(self._load, state="loading")
         return self._load
 
-    def _set_may_serve(self, allowed: bool) -> None:
-        self._may_serve = allowed
-        self.heartbeat(self._load)
+    def _gossips(self) -> dict[PeerId, Link]:
+        return {one.peer: one.stream.link for one in self._channels.values() if one.kind is Kind.GOSSIP}
+
+    def _own_addresses(self) -> tuple[str, ...]:
+        return self.registry.table.addresses(self.transport.identity.peer_id)
+
+    def _saw(self, link: Link) -> None:
+        self.registry.proved(link.peer, link.remote[0])
 
     # ------------------------------------------------------------ joining
 
@@ -290,6 +351,21 @@ class Node:
         errors = await _first_of([self._own(joining(address)) for address in addresses])
         if errors:
             raise _one_of(addresses, errors)
+
+    async def _join_given(self, given: Sequence[Address], remembered: Sequence[Address]) -> None:
+        try:
+            await self._join_any(given, self._join)
+        except Unreachable as error:
+            places = {(address.host, address.port) for address in given}
+            others = [one for one in remembered if (one.host, one.port) not in places][:REMEMBERED_AT_ONCE]
+            if not others:
+                raise
+            try:
+                await self._join_any(others, self._join_where_remembered)
+            except SwarmError as worse:
+                log.info("and of %d remembered peers: %s", len(others), worse)
+                raise error from None
+            log.warning("%s; joined through a peer remembered from last time", error)
 
     async def _join_without_address(self, remembered: Sequence[Address]) -> None:
         ways = []
@@ -397,7 +473,8 @@ class Node:
     def _attach(self, stream: Stream, kind: Kind, *, opened_here: bool) -> _Channel:
         channel = _Channel(next(self._keys), stream, kind)
         self._channels[channel.key] = channel
-        self.registry.attach(channel.key, channel.peer, kind, opened_here=opened_here, now=clock())
+        host = stream.link.remote[0]
+        self.registry.attach(channel.key, channel.peer, kind, opened_here=opened_here, now=clock(), host=host)
         return channel
 
     async def _serve_gossip(self, stream: Stream, first: Message) -> None:
@@ -415,7 +492,7 @@ class Node:
             tasks = [asyncio.create_task(self._write(channel)), asyncio.create_task(self._read(channel))]
             self._transmit()
             if channel.kind is Kind.GOSSIP:
-                self._confirm_now.set()
+                self._reach_us.look()
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()
@@ -484,7 +561,8 @@ class Node:
         if self._closed:
             return
         now = clock()
-        self.registry.tick(now)
+        self.registry.tick(now, self.wall_ms())
+        self._follow_models(now)
         for key in self.registry.sendable(now):
             if key in self._channels:
                 self._channels[key].wake.set()
@@ -508,11 +586,23 @@ class Node:
             elif isinstance(action, Drop):
                 self._drop(action)
             elif isinstance(action, SnapshotComplete):
-                channel = self._channels.get(action.key)
-                if channel is not None and not channel.snapshot.done():
-                    channel.snapshot.set_result(None)
+                self._complete(action.key)
             elif isinstance(action, SecondInstance):
                 self._warn_of_second_instance()
+            elif isinstance(action, ClockOff):
+                log.warning("%s", clock_warning(action))
+
+    def _complete(self, key: int) -> None:
+        channel = self._channels.get(key)
+        if channel is not None and not channel.snapshot.done():
+            channel.snapshot.set_result(None)
+        completed, self._completed = self._completed, asyncio.Event()
+        completed.set()
+
+    def _follow_models(self, now: float) -> None:
+        if self._follow is not None and self.registry.lists_version != self._lists_version:
+            self._lists_version = self.registry.lists_version
+            self.registry.want(self._follow(self.registry.models()), now)
 
     def _drop(self, action: Drop) -> None:
         channel = self._channels.get(action.key)
@@ -554,94 +644,6 @@ class Node:
         self.registry.reached(link.peer, link.peer)
         if link.peer not in there:
             self._open_channel(link)
-
-    # ------------------------------------------------------------ dialling back
-
-    async def _confirm(self) -> None:
-        """Ask neighbours to dial our addresses until one of them was confirmed."""
-        while not self.confirmed_addresses:
-            self._confirm_now.clear()
-            if self.registry.alone:
-                self._set_may_serve(True)
-            else:
-                await self._ask_to_dial_back()
-            if self.confirmed_addresses:
-                break
-            try:
-                async with asyncio.timeout(CONFIRM_S):
-                    await self._confirm_now.wait()
-            except TimeoutError:
-                pass
-
-    async def _ask_to_dial_back(self) -> None:
-        neighbours = {one.peer: one.stream.link for one in self._channels.values() if one.kind is Kind.GOSSIP}
-        chosen = self._rng.sample(sorted(neighbours), min(ASKED_TO_DIAL_BACK, len(neighbours)))
-        addresses = self._own_addresses()
-        answers = await asyncio.gather(*(self._dialled_back(neighbours[peer], addresses) for peer in chosen))
-        heard = [answer for answer in answers if answer is not None]
-        self.confirmed_addresses.update(*heard)
-        if self.confirmed_addresses:
-            self._set_may_serve(True)
-        elif heard:
-            if self._may_serve or self._load.state == "serving":
-                log.warning(
-                    "no peer can connect to %s, so nobody will route through this one; open port %s "
-                    "towards it, or say where it is reached with --announce",
-                    ", ".join(addresses) or "this peer",
-                    self.transport.port,
-                )
-            self._set_may_serve(False)
-
-    def _own_addresses(self) -> tuple[str, ...]:
-        return self.registry.table.addresses(self.transport.identity.peer_id)
-
-    async def _dialled_back(self, link: Link, addresses: tuple[str, ...]) -> set[str] | None:
-        """Which of `addresses` reach us, as that neighbour says; None without an answer."""
-        try:
-            stream = link.open_stream()
-        except StreamClosed:
-            return None
-        try:
-            async with asyncio.timeout(2 * DIAL_BACK_TIMEOUT_S):
-                await stream.send(DialBack(addresses))
-                answer = await stream.receive()
-        except (StreamClosed, TimeoutError):
-            return None
-        finally:
-            stream.finish()
-        return set(answer.reached) & set(addresses) if isinstance(answer, DialledBack) else None
-
-    async def _answer_dial_back(self, stream: Stream, first: Message) -> None:
-        assert isinstance(first, DialBack)
-        async with self._dialling_back:
-            tried = await asyncio.gather(*(self._dial_back(stream.link, text) for text in first.addresses))
-        reached = tuple(text for text, good in zip(first.addresses, tried, strict=True) if good)
-        await stream.send(DialledBack(reached))
-
-    async def _dial_back(self, asker: Link, text: str) -> bool:
-        """Whether a fresh connection to there reaches the asker; tried only where it can be itself."""
-        try:
-            address = parse_address(text)
-            host = await self._where_the_asker_may_be(address, asker.remote[0])
-            if host is None:
-                return False
-            await self.transport.dial(
-                Address(asker.peer, host, address.port), DIAL_BACK_TIMEOUT_S, fresh=True
-            )
-        except SwarmError as error:
-            log.debug("dialling back %s at %s failed: %s", asker.peer[:8], text, error)
-            return False
-        return True
-
-    async def _where_the_asker_may_be(self, address: Address, remote: str) -> str | None:
-        """A resolved host of `address` that is the asker's own, or private where the asker is too."""
-        try:
-            async with asyncio.timeout(DIAL_BACK_TIMEOUT_S):
-                found = await asyncio.get_running_loop().getaddrinfo(address.host, address.port)
-        except (OSError, TimeoutError):
-            return None
-        hosts = [str(info[4][0]) for info in found]
-        return next((host for host in hosts if _same_place(host, remote)), None)
 
     # ------------------------------------------------------------ remembering
 
@@ -723,6 +725,16 @@ def _is_silence(error: SwarmError) -> bool:
     return isinstance(error, Unreachable) and error.reason == NOBODY_ON_LAN
 
 
+def clock_warning(off: ClockOff) -> str:
+    """For the person whose clock it is."""
+    remedy = {"linux": "timedatectl set-ntp true", "win32": "w32tm /resync"}.get(sys.platform, "")
+    return (
+        f"the clock of this machine is {describe(off.error_s)} those of "
+        f"{off.clocks} neighbours (their median); the swarm works on, but set it"
+        + (f", say with: {remedy}" if remedy else "")
+    )
+
+
 def _priority(message: Message) -> Priority:
     """Records may be many, and a step must not wait behind them; all else is a few bytes."""
     return Priority.BULK if isinstance(message, Delta) else Priority.CONTROL
@@ -735,25 +747,3 @@ def _one_of(addresses: Sequence[Address], errors: Sequence[SwarmError]) -> Swarm
         return (telling or list(errors))[0]
     reasons = dict.fromkeys(error.reason for error in errors if isinstance(error, Unreachable))
     return Unreachable(", ".join(map(str, addresses)), "; ".join(reasons))
-
-
-def _same_place(host: str, remote: str) -> bool:
-    """Whether dialling `host` can only bother whoever asks from `remote`, or the private network of both."""
-    try:
-        there, asker = _plain_ip(host), _plain_ip(remote)
-    except ValueError:
-        return False
-    if there.is_unspecified or there.is_multicast:
-        return False
-    return there == asker or (_is_near(there) and _is_near(asker))
-
-
-def _plain_ip(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
-    found = ipaddress.ip_address(text.partition("%")[0])
-    mapped = found.ipv4_mapped if isinstance(found, ipaddress.IPv6Address) else None
-    return mapped or found
-
-
-def _is_near(ip: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
-    """Private, loopback, link-local, or a carrier's or overlay's own range."""
-    return not ip.is_global

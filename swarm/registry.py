@@ -134,6 +134,7 @@ class Registry:
         self._check = check
         self._rng = rng
         self._only = None if only is None else Models(only)
+        self._named = ""
         self._owner = (
             Owner(identity, first_seq=first_seq, now=now, unix_ms=unix_ms) if identity is not None else None
         )
@@ -148,6 +149,7 @@ class Registry:
         self._teller: int | None = None  # who tells the snapshot now
         self._teller_heard_at = now
         self._lists: dict[int, tuple[ModelSeen, ...]] = {}  # of a client's sources
+        self.lists_version = 0  # grows with each change of what a client's `models` are
         self._models_told = 0
         self._models_at = now
         self._digest_at = now + DIGEST_S * rng.uniform(0.2, 1.0)
@@ -239,10 +241,17 @@ class Registry:
         self._only = wanted
         for one in self._neighbours.values():
             one.only = wanted
-            one.greeting = self._greeting(one, snapshot=False)
+            self._greet(one)
         if more:
             self.complete, self._teller = False, None
             self._find_teller(now)
+
+    def seek(self, name: str) -> None:
+        """A client: have models of this name listed, however many others there are."""
+        if name != self._named:
+            self._named = name
+            for one in self._neighbours.values():
+                self._greet(one)
 
     # ------------------------------------------------------------ streams
 
@@ -257,7 +266,7 @@ class Registry:
         self._count_gossips()
         if opened_here:
             one.only = self._only
-            one.greeting = self._greeting(one, snapshot=False)
+            self._greet(one)
             self._find_teller(now)
             if self._teller != key and self.complete:
                 one.digest = self._own_digest(one, now, answer=False)
@@ -270,7 +279,8 @@ class Registry:
         if one is None:
             return
         self._count_gossips()
-        self._lists.pop(key, None)
+        if self._lists.pop(key, None) is not None:
+            self._lists_changed()
         if self._teller == key:
             self._teller = None
             self._find_teller(now)  # another one
@@ -298,6 +308,7 @@ class Registry:
             self._on_delta(one, message, now)
         elif isinstance(message, ModelList) and one.kind is Kind.SOURCE:
             self._lists[key] = message.models
+            self._lists_changed()
         else:
             raise MessageError(f"{type(message).__name__} has no place on a stream where {one.kind.value}")
 
@@ -405,7 +416,8 @@ class Registry:
         """One that wants more than before is told all of what is new to it."""
         before = one.only if one.greeted else Models()
         one.only = None if message.only is None else Models(message.only)
-        one.models = list_models(self.table)
+        one.named = message.named
+        one.models = list_models(self.table, one.named)
         if not message.snapshot:
             return
         if one.visitor:
@@ -523,9 +535,7 @@ class Registry:
         self._teller_heard_at = now
         if able:
             one = min(able, key=lambda one: one.snapshots_owed)
-            one.greeting = self._greeting(one, snapshot=True)
-            one.snapshots_owed += 1
-            one.snapshot_records, one.snapshot_only = 0, self._only
+            self._greet(one, snapshot=True)
             self._teller = one.key
 
     def _completed(self, teller: Neighbour, now: float) -> None:
@@ -544,10 +554,20 @@ class Registry:
     def _empty(self) -> bool:
         return len(self.table) <= (self.role == "peer")
 
-    def _greeting(self, one: Neighbour, *, snapshot: bool) -> Message:
+    def _greet(self, one: Neighbour, *, snapshot: bool = False) -> None:
+        """Say what we want now. A greeting that hasn't gone out is replaced, and so is the snapshot it asks for."""
+        asked = one.greeting is not None and one.greeting.snapshot
+        one.snapshots_owed += snapshot and not asked
+        if snapshot or asked:
+            one.snapshot_records, one.snapshot_only = 0, self._only
         if one.kind is Kind.SOURCE:
-            return Subscribe(self._subscription(), snapshot)
-        return GossipHello(snapshot)
+            one.greeting = Subscribe(self._subscription(), snapshot or asked, self._named)
+        else:
+            one.greeting = GossipHello(snapshot or asked)
+
+    def _lists_changed(self) -> None:
+        self.lists_version += 1
+        self.table.version += 1  # somebody may wait for a model
 
     def _subscription(self) -> tuple[bytes, ...] | None:
         return None if self._only is None else tuple(sorted(self._only))
@@ -634,10 +654,12 @@ class Registry:
 
     def _tell_models(self, now: float) -> None:
         self._models_told, self._models_at = self.table.models_version, now + MODELS_S
-        clients = [one for one in self._neighbours.values() if one.kind is Kind.SUBSCRIBER and one.greeted]
-        models = list_models(self.table) if clients else None
-        for one in clients:
-            one.models = models
+        lists: dict[str, ModelList] = {}
+        for one in self._neighbours.values():
+            if one.kind is Kind.SUBSCRIBER and one.greeted:
+                if one.named not in lists:
+                    lists[one.named] = list_models(self.table, one.named)
+                one.models = lists[one.named]
 
     def _look_at_clock(self, unix_ms: int, now: float) -> None:
         if now >= self._clock_check_at:

@@ -18,14 +18,17 @@ SPEED = Speed(step_s=0.001, layer_s=0.002, embed_s=0.003, head_s=0.005, prefill_
 A, B = b"\xaa" * 32, b"\xbb" * 32
 
 
+BEAT = ("free_kv_tokens", "queue_s", "sessions", "issued_ms")  # of its fields, those that tests change
+
+
 def entry(peer: str, start: int = 0, stop: int = 6, state: str = "serving", **changes: Any) -> PeerEntry:
     """A live peer of a model of 6 layers. What isn't of its heartbeat is of its descriptor."""
-    beat = {name: changes.pop(name) for name in ("free_kv_tokens", "queue_s", "sessions") if name in changes}
+    beat = {name: changes.pop(name) for name in BEAT if name in changes}
     values = {"fingerprint": A, "model": "tiny", "layers": 6, "name": peer, "context": 1000} | changes
     what: Descriptor = descriptor(peer=PeerId(peer), span=Span(start, stop), **values)
-    load = {"free_kv_tokens": 4000, "speed": SPEED, "tokens_per_s": 10.0} | beat
+    load = {"free_kv_tokens": 4000, "speed": SPEED, "tokens_per_s": 10.0, "issued_ms": 0} | beat
     heartbeat = Heartbeat(
-        state=state, peer=PeerId(peer), seq=1, descriptor_hash=b"h" * 32, issued_ms=0, lease_s=15.0, **load
+        state=state, peer=PeerId(peer), seq=1, descriptor_hash=b"h" * 16, lease_s=15.0, **load
     )
     return PeerEntry(what, heartbeat, b"signed by " + peer.encode(), 1.0, 14.0)
 
@@ -35,6 +38,14 @@ def hops(route: Route) -> list[tuple[str, int, int]]:
 
 
 # ---------------------------------------------------------------- models
+
+
+def test_status_tells_whose_clock_is_off_the_others() -> None:
+    times = {"ada": 1_000_000, "bob": 1_004_000, "cleo": 1_000_000 + 7_500_000, "dan": 999_000}
+    (model,) = live_models([entry(name, issued_ms=at) for name, at in times.items()])
+    status = model_status(model, {}, known=4)
+    off = {peer.descriptor.name: peer.clock_error_s for peer in status.peers}
+    assert off == {"ada": 0.0, "bob": 0.0, "cleo": pytest.approx(7498.0), "dan": 0.0}
 
 
 def test_entries_are_grouped_by_fingerprint_and_ordered_by_name() -> None:

@@ -244,6 +244,19 @@ async def test_several_live_models_must_be_told_apart(tiny: Tiny) -> None:
     assert tiny.mixed.held() == {}
 
 
+async def test_a_client_hears_of_the_models_that_it_uses_and_of_all_once_it_asks(tiny: Tiny) -> None:
+    async with tiny.client(tiny.mixed) as client:
+        assert client.peers() == ()  # two models, none named
+        await client.generate("Why?", max_tokens=2, model="tiny")
+        assert {entry.descriptor.model for entry in client.peers()} == {"tiny"}
+        await client.generate("Why?", max_tokens=2, model="bare")
+        assert {entry.descriptor.model for entry in client.peers()} == {"tiny", "bare"}
+    async with tiny.client(tiny.mixed, model="bare") as client:
+        assert {entry.descriptor.model for entry in client.peers()} == {"bare"}
+        await client.status()
+        assert {entry.descriptor.model for entry in client.peers()} == {"tiny", "bare"}
+
+
 async def test_one_name_for_two_models_is_listed_with_their_hashes(tiny: Tiny) -> None:
     peers = tiny.new_swarm()
     peers.start_all(tiny.model, {"p": "0:6"}, served_name="same")

@@ -76,6 +76,17 @@ def test_status_names_the_chain_or_the_gap() -> None:
     assert "swarm peer MODEL" in shown(status_view([]))
 
 
+def test_a_clock_that_is_off_is_shown_and_only_then() -> None:
+    entries = [entry(name, issued_ms=1_000_000) for name in ("ada", "bob", "cleo")]
+    (model,) = live_models(entries)
+    assert "clock" not in shown(status_view([model_status(model, {}, known=3)]))
+    (model,) = live_models([*entries, entry("dan", issued_ms=1_000_000 - 8_580_000)])
+    status = model_status(model, {}, known=4)
+    assert "clock      dan's is 2 h 23 min behind the others'" in shown(status_view([status]))
+    (said,) = json.loads(status_json([status]))["models"]
+    assert {peer["name"]: peer["clock_error_s"] for peer in said["peers"]}["dan"] == -8580.0
+
+
 def test_names_of_strangers_are_no_markup() -> None:
     (model,) = live_models([entry("p", name="[/red] [bold]x", device="[link=a]y[/]", model="[/z]")])
     text = shown(status_view([model_status(model, {}, known=1)]))

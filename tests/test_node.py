@@ -5,18 +5,23 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import re
+import socket
+import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from swarm import node as node_module
 from swarm.addresses import Address, parse_address
+from swarm.dialback import same_place
 from swarm.errors import IdentityError, MessageError, PeerFailed, StreamClosed, Unreachable, UsageError
 from swarm.identity import Identity
 from swarm.link import Link, Stream
-from swarm.messages import Delta, DialBack, DialledBack, GossipHello, Told
-from swarm.node import Node, _same_place
+from swarm.messages import Delta, DialBack, DialledBack, GossipHello, ModelSeen, Told
+from swarm.node import Node
 from swarm.records import Heartbeat, record_hash, sign_record
 from swarm.state import PeerDir, StateDir
 from swarm.transport import Transport
@@ -326,6 +331,139 @@ async def test_seq_on_disk_stays_above_what_was_signed(swarm: Swarm, tmp_path: P
         assert int((home.path / "seq").read_text()) > peer.registry.seq
 
 
+async def test_a_peer_whose_address_to_join_is_dead_joins_through_those_it_remembers(
+    swarm: Swarm, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = StateDir.open(tmp_path)
+    first = await swarm.peer("a")
+    second = await swarm.peer("b", [address(first)])
+    known = await swarm.peer("c", [address(first)], state=state)
+    await agree([first, second, known], {"a", "b", "c"})
+    await swarm.shut(known)
+    dead = address(first)
+    await swarm.shut(first)
+    with caplog.at_level(logging.WARNING):
+        again = await swarm.peer("c", [dead], state=state)
+        client = await swarm.client([dead], state=state)
+    assert {"b", "c"} <= names(again) and {"b", "c"} <= names(client)
+    assert caplog.text.count(f"{dead} ") == 2 and "remembered" in caplog.text
+
+
+async def test_a_swarm_whose_first_address_died_is_whole_again_after_all_were_restarted(
+    swarm: Swarm, tmp_path: Path
+) -> None:
+    """All down, each started again with nothing but what it wrote down; the first address never comes back."""
+    first = await swarm.peer("a")
+    homes = [StateDir.open(tmp_path / name) for name in "bcd"]
+    ids = [Identity.ephemeral() for _ in homes]
+    peers = [
+        await swarm.peer(name, [address(first)], state=home, identity=identity)
+        for name, home, identity in zip("bcd", homes, ids, strict=True)
+    ]
+    await agree([first, *peers], {"a", "b", "c", "d"})
+    ports = [peer.transport.port or 0 for peer in peers]
+    for node in [first, *peers]:
+        await swarm.shut(node)
+    again = [
+        await swarm.peer(name, state=home, identity=identity, port=port)
+        for name, home, identity, port in zip("bcd", homes, ids, ports, strict=True)
+    ]
+    await agree(again, {"b", "c", "d"})
+
+
+async def test_a_name_is_looked_up_again_at_each_try(swarm: Swarm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dynamic name that stands for nobody at first, and for a peer later."""
+    monkeypatch.setattr("swarm.circle.FIRST_HEAL_S", 0.05)
+    monkeypatch.setattr("swarm.circle.CHECK_S", 0.05)
+    loop = asyncio.get_running_loop()
+    real, looked_up = loop.getaddrinfo, asyncio.Event()
+    there = False
+
+    async def lookup(host: object, *args: Any, **kwargs: Any) -> Any:
+        if host != "swarm.example":
+            return await real(host, *args, **kwargs)  # type: ignore[arg-type]
+        looked_up.set()
+        if not there:
+            raise socket.gaierror(socket.EAI_NONAME, "not known")
+        return await real("127.0.0.1", *args, **kwargs)
+
+    monkeypatch.setattr(loop, "getaddrinfo", lookup)
+    first = await swarm.peer("a")
+    second = await swarm.peer("b")
+    second.registry.remember(f"swarm.example:{first.transport.port}", given=True)
+    async with asyncio.timeout(WITHIN_S):
+        await looked_up.wait()
+        assert names(second) == {"b"}
+        there = True
+        await agree([first, second], {"a", "b"})
+
+
+# ---------------------------------------------------------------- models
+
+
+async def test_a_client_lists_the_models_and_hears_of_the_one_it_wants(swarm: Swarm) -> None:
+    first = await swarm.peer("a", model="one")
+    second = await swarm.peer("b", [address(first)], fingerprint=b"g" * 32, model="other")
+    await agree([first, second], {"a", "b"})
+    client = await swarm.client([address(first)], only=())
+    assert {model.names for model in client.models()} == {("one",), ("other",)}
+    assert names(client) == set()
+    async with asyncio.timeout(WITHIN_S):
+        await client.want((b"g" * 32,))
+    assert names(client) == {"b"}
+    async with asyncio.timeout(WITHIN_S):
+        await client.want(None)
+    assert names(client) == {"a", "b"}
+
+
+async def test_a_client_follows_what_it_is_told_to_as_models_come(swarm: Swarm) -> None:
+    first = await swarm.peer("a", model="one")
+
+    def follow(models: tuple[ModelSeen, ...]) -> list[bytes]:
+        return [model.fingerprint for model in models if "other" in model.names]
+
+    client = await swarm.client([address(first)], follow=follow)
+    assert names(client) == set()
+    second = await swarm.peer("b", [address(first)], fingerprint=b"g" * 32, model="other")
+    await agree([first, second], {"a", "b"})
+    await until(client, lambda: names(client) == {"b"})
+
+
+async def test_a_name_that_no_list_has_room_for_is_found_when_it_is_asked_for(
+    swarm: Swarm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("swarm.listing.MAX_MODELS_TOLD", 1)
+    first = await swarm.peer("a", model="one")
+    second = await swarm.peer("b", [address(first)], model="one")
+    third = await swarm.peer("c", [address(first)], fingerprint=b"g" * 32, model="rare")
+    await agree([first, second, third], {"a", "b", "c"})
+    client = await swarm.client([address(first)], only=())
+    assert [model.name for model in client.models()] == ["one"]
+    await client.seek("rare")
+    assert [model.name for model in client.models()] == ["rare"]
+
+
+# ---------------------------------------------------------------- clocks
+
+
+async def test_a_wrong_clock_costs_a_warning_and_nothing_else(
+    swarm: Swarm, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("swarm.registry.CLOCK_CHECK_S", 0.0)
+    others = [await swarm.peer("a")]
+    for name in "bc":
+        others.append(await swarm.peer(name, [address(others[0])]))
+    monkeypatch.setattr("swarm.node.wall_ms", lambda: int(time.time() * 1000) - 2 * 3_600_000)
+    with caplog.at_level(logging.WARNING):
+        wrong = await swarm.peer("d", [address(one) for one in others])
+        await agree([*others, wrong], {"a", "b", "c", "d"})
+        await until(wrong, lambda: wrong.registry.clock_error_s != 0.0)
+    assert wrong.registry.clock_error_s == pytest.approx(-7200.0, abs=30.0)
+    assert caplog.text.count("the clock of this machine") == 1
+    assert re.search(r"is (2 h 0 min|1 h 59 min) behind those of 3 neighbours", caplog.text)
+    assert all(other.registry.clock_error_s == 0.0 for other in others)
+
+
 # ---------------------------------------------------------------- reaching others
 
 
@@ -410,6 +548,68 @@ async def test_a_peer_that_nobody_can_dial_never_serves_and_is_told_why(
     assert serving_names(first) == {"a"} and not second.serving_allowed
 
 
+async def test_a_peer_that_moves_is_dialled_back_at_its_new_address(swarm: Swarm) -> None:
+    first = await swarm.peer("a")
+    second = await swarm.peer("b", [address(first)])
+    await agree([first, second], {"a", "b"})
+    moved = await second.transport.listen("127.0.0.2", 0)
+    made = await second.publish(descriptor(name="b", addresses=tuple(moved)))
+    assert made.addresses == tuple(moved)
+
+    def advertised() -> list[tuple[str, ...]]:
+        return [entry.descriptor.addresses for entry in first.entries() if entry.descriptor.name == "b"]
+
+    await until(first, lambda: advertised() == [tuple(moved)])
+    await until(second, lambda: second.confirmed_addresses == set(moved))
+    await agree([first, second], {"a", "b"})
+
+
+async def test_a_peer_that_nobody_reaches_any_more_says_so_until_it_is_reached_again(
+    swarm: Swarm, quick: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = await swarm.peer("a")
+    second = await swarm.peer("b", [address(first)])
+    await agree([first, second], {"a", "b"})
+    closed = await swarm.peer("x")
+    dead = address(closed)
+    await swarm.shut(closed)
+    with caplog.at_level(logging.WARNING):
+        await second.publish(descriptor(name="b", addresses=(dead,)))
+        await agree([first], {"a"})
+        async with asyncio.timeout(WITHIN_S):
+            while "no peer can connect" not in caplog.text:
+                await first.changed()
+        assert not second.serving_allowed and dead in caplog.text
+        await second.publish(descriptor(name="b", addresses=(address(second),)))
+        await agree([first, second], {"a", "b"})
+    assert caplog.text.count("no peer can connect") == 1
+    assert "can connect to this peer again" in caplog.text
+
+
+async def test_reachability_is_looked_at_again_and_one_miss_is_no_verdict(
+    swarm: Swarm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The port is closed from outside after it was confirmed: the first look that fails changes nothing yet."""
+    first = await swarm.peer("a")
+    second = await swarm.peer("b", [address(first)])
+    await agree([first, second], {"a", "b"})
+    asked = 0
+
+    async def nobody(*_: object) -> set[str]:
+        nonlocal asked
+        asked += 1
+        allowed.append(second.serving_allowed)
+        return set()
+
+    allowed: list[bool] = []
+    monkeypatch.setattr(second._reach_us, "_dialled_back", nobody)
+    monkeypatch.setattr("swarm.dialback.CONFIRM_S", 0.01)
+    second._reach_us._due_at = 0.0  # ten minutes have passed
+    second._reach_us.look()
+    await agree([first], {"a"})
+    assert allowed[:2] == [True, True] and not second.serving_allowed
+
+
 async def test_nobody_is_made_to_dial_a_third_party(swarm: Swarm) -> None:
     """Loopback asks for a public address: not dialled, not reached."""
     first = await swarm.peer("a")
@@ -452,7 +652,7 @@ async def test_nobody_is_made_to_dial_a_third_party(swarm: Swarm) -> None:
     ],
 )
 def test_only_the_askers_own_places_are_dialled_back(host: str, remote: str, allowed: bool) -> None:
-    assert _same_place(host, remote) is allowed
+    assert same_place(host, remote) is allowed
 
 
 # ---------------------------------------------------------------- hostile neighbours

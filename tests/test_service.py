@@ -361,6 +361,31 @@ def test_a_stranger_that_says_one_byte_and_waits_is_in_nobodys_way(swarm: TinySw
             one.close()
 
 
+# ---------------------------------------------------------------- a machine that moves
+
+
+def test_a_peer_whose_machine_gets_another_address_tells_the_swarm(
+    swarm: TinySwarm, state: StateDir, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with another Wi-Fi; it listens everywhere, and 127.0.0.9 stands for the new place."""
+    hosts = ["127.0.0.1"]
+    monkeypatch.setattr(service_module, "own_hosts", lambda: list(hosts))
+    monkeypatch.setattr(service_module, "FIGURES_S", 0.02)
+
+    def there() -> tuple[str, ...]:
+        entries = swarm.peers["ada"].node.entries()
+        found = [e for e in entries if e.descriptor.name == "eve" and e.heartbeat.state == "serving"]
+        return found[0].descriptor.addresses if found else ()
+
+    with Alone(swarm, state, model, host=None) as eve:
+        port = eve.service.transport.port
+        until(swarm, lambda: there() == (f"127.0.0.1:{port}",))
+        hosts[:] = ["127.0.0.9"]
+        until(swarm, lambda: there() == (f"127.0.0.9:{port}",))
+        until(swarm, lambda: eve.service.node.confirmed_addresses == {f"127.0.0.9:{port}"})
+    assert any(f"127.0.0.9:{port}" in line for line in eve.said)
+
+
 # ---------------------------------------------------------------- options, before anything else
 
 
