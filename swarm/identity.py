@@ -69,10 +69,29 @@ class Identity:
         return self._key.sign(_framed(domain, payload))
 
 
+# Public keys of small order, their highest bit (a sign) aside. Under them one signature is good for every
+# message, so they belong to nobody; RFC 8032 doesn't ask to refuse them and OpenSSL doesn't.
+_SMALL_ORDER = frozenset(
+    bytes.fromhex(key)
+    for key in (
+        "00" * 32,
+        "01" + "00" * 31,
+        "26e8958fc2b227b045c3f489f2ef98f0d5dfac05d3c63339b13802886d53fc05",
+        "c7176a703d4dd84fba3c0b760d10670f2a2053fa2c39ccc64ec7fd7792ac037a",
+        "ec" + "ff" * 30 + "7f",
+        "ed" + "ff" * 30 + "7f",
+        "ee" + "ff" * 30 + "7f",
+    )
+)
+
+
 def verify(peer: PeerId, domain: bytes, payload: bytes, signature: bytes) -> bool:
-    """Whether `peer` signed `payload` for `domain`."""
+    """Whether `peer` signed `payload` for `domain`. Never true of a key that is nobody's."""
     try:
-        Ed25519PublicKey.from_public_bytes(key_bytes(peer)).verify(signature, _framed(domain, payload))
+        key = key_bytes(peer)
+        if key[:31] + bytes([key[31] & 0x7F]) in _SMALL_ORDER:
+            return False
+        Ed25519PublicKey.from_public_bytes(key).verify(signature, _framed(domain, payload))
     except (InvalidSignature, IdentityError, ValueError):
         return False
     return True

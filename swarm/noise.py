@@ -43,9 +43,7 @@ MAGIC = b"LSwm"
 PROTOCOL = b"Noise_XX_25519_AESGCM_SHA256"
 SUITES = (PROTOCOL.decode(),)
 TAG_BYTES = 16
-REKEY_BYTES = (
-    1 << 30
-)  # far below the 2**36 bytes that AES-GCM allows; old traffic stays safe from a later key
+REKEY_BYTES = 1 << 30  # far below the 2**36 that AES-GCM allows; old traffic stays safe from a later key
 MAX_NONCE = (1 << 64) - 1  # reserved for rekey (Noise 4.2)
 MAX_PREAMBLE_BODY = 512  # a name and a few suites
 MAX_HANDSHAKE_MESSAGE = 512  # message 2 takes 192 bytes; with the preamble all of it stays under 2 KiB
@@ -58,7 +56,12 @@ PROOF_BYTES = 32 + 64
 
 
 class CipherState:
-    """One direction: a key and a counter that is the nonce (Noise 5.1)."""
+    """One direction: a key and a counter that is the nonce (Noise 5.1).
+
+    Invariant: no key ever meets a nonce twice. Nobody can name a nonce: the counter is made here, with the key,
+    and goes on before it is used, whether or not sealing or opening then works; a later key goes on counting,
+    and the last number is kept for making that key.
+    """
 
     def __init__(self, key: bytes, rekey_bytes: int = REKEY_BYTES) -> None:
         self._aead = AESGCM(key)
@@ -83,7 +86,8 @@ class CipherState:
         self._bytes = 0
 
     def _next_nonce(self) -> bytes:
-        assert self._nonce < MAX_NONCE, "2**64 records never pass over one connection"
+        if self._nonce >= MAX_NONCE:  # never an assert: python -O would let it begin again
+            raise OverflowError("all nonces of this direction are used up, after 2**64 - 1 records")
         nonce = _nonce(self._nonce)
         self._nonce += 1
         return nonce
@@ -293,7 +297,8 @@ class Handshake:
 
     `receive` raises HandshakeError, VersionMismatch or IdentityError (and whatever `check` raises);
     what `data_to_send` returns afterwards should still be sent before closing, so that the other side
-    learns the reason too. check: called with the proved identity, by a dialler before it reveals its own.
+    learns the reason too; it takes nothing more. check: called with the proved identity, by a dialler before
+    it reveals its own.
     """
 
     def __init__(
@@ -318,6 +323,7 @@ class Handshake:
         self._buffer = bytearray()
         self._out = bytearray()
         self._replied = False
+        self._failed = False
         self.done: Secured | None = None
         if role == "initiator":
             # Message 1 is the bare ephemeral key, so it can leave before the prologue is known.
@@ -330,14 +336,14 @@ class Handshake:
 
     def receive(self, data: Buffer) -> None:
         assert self.done is None, "the handshake is over"
+        if self._failed:
+            raise HandshakeError("this handshake has failed before")
+        self._failed = True  # until this call has come through
         self._buffer += data
-        if self._noise is None and not self._read_preamble():
-            return
-        while self.done is None:
-            message = self._next_message()
-            if message is None:
-                return
-            self._read_message(message)
+        if self._noise is not None or self._read_preamble():
+            while self.done is None and (message := self._next_message()) is not None:
+                self._read_message(message)
+        self._failed = False
 
     def _read_preamble(self) -> bool:
         head = bytes(self._buffer[: len(MAGIC)])

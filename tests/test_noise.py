@@ -201,6 +201,54 @@ def test_stated_sizes_beyond_the_bounds_are_refused_before_they_arrive() -> None
         Handshake("responder", BOB, "main").receive(preamble + b"\xff\xff")
 
 
+def test_a_message_that_is_too_short_for_its_keys_is_refused() -> None:
+    preamble = noise.Preamble(1, "main", noise.SUITES).encode()
+    with pytest.raises(HandshakeError, match="1 bytes too short"):
+        Handshake("responder", BOB, "main").receive(preamble + b"\0\x1f" + bytes(31))
+
+
+def test_a_payload_that_nobody_asked_for_is_refused() -> None:
+    preamble = noise.Preamble(1, "main", noise.SUITES).encode()
+    with pytest.raises(HandshakeError, match="carries a payload"):
+        Handshake("responder", BOB, "main").receive(preamble + b"\0\x21" + bytes(33))
+
+
+@pytest.mark.parametrize("size", [32, 95, 97])
+def test_a_proof_of_another_size_is_refused(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    listener = Handshake("responder", BOB, "main")
+    monkeypatch.setattr(listener, "_identity", Talkative(size))
+    error, _ = run(Handshake("initiator", ALICE, "main"), listener)
+    assert isinstance(error, HandshakeError) and f"an identity proof of {size} bytes" in str(error)
+
+
+class Talkative:
+    """Proves itself with as many bytes as it is told to."""
+
+    peer_id = BOB.peer_id
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def sign(self, domain: bytes, payload: bytes) -> bytes:
+        return bytes(max(self._size - 32, 0))
+
+
+def test_a_handshake_that_failed_takes_nothing_more() -> None:
+    listener = Handshake("responder", BOB, "main")
+    for _ in range(2):
+        with pytest.raises(HandshakeError):
+            listener.receive(b"GET /")
+    with pytest.raises(HandshakeError, match="failed before"):
+        listener.receive(b"")
+
+
+def test_nonces_that_are_used_up_are_refused() -> None:
+    cipher = CipherState(bytes(32))
+    cipher._nonce = noise.MAX_NONCE
+    with pytest.raises(OverflowError, match="used up"):
+        cipher.encrypt(b"")
+
+
 def test_a_key_of_small_order_is_refused() -> None:
     preamble = noise.Preamble(1, "main", noise.SUITES).encode()
     with pytest.raises(HandshakeError, match="no key"):
