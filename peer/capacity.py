@@ -438,7 +438,7 @@ def physical_cores() -> int:
 
 def model_shape(checkpoint: Checkpoint) -> ModelShape:
     """Imports transformers."""
-    from peer.outline import outline
+    from peer.proof import proven_outline
 
     config = checkpoint.config
     inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
@@ -447,7 +447,7 @@ def model_shape(checkpoint: Checkpoint) -> ModelShape:
         inner=inner,
         vocab=config.vocab_size,
         heads=config.num_attention_heads,
-        kv=outline(config).kv,
+        kv=proven_outline(config).kv,
     )
 
 

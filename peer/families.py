@@ -1,13 +1,31 @@
-"""Which models can be served, and what they keep per position. Needs a config, and nothing that must be fetched."""
+"""Which models can be served, and the one table of what families need that isn't seen by itself.
+
+A family is a `model_type` of transformers. Almost everything about it is seen when its model is taken apart
+(`outline.py`): where its layers are, what they keep per position, whether their attention goes through transformers'
+interface. `FAMILIES` holds what tests/test_families.py tests, and beside each name only what isn't seen. A family
+that isn't in it is tried on a small random model first (`proof.py`).
+
+What can't work is refused by what its config and class say, with the reason, before anything was fetched.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from enum import Enum
 
 from transformers import PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+from peer.kv import LayerKV
 from swarm.errors import UnsupportedModel
+
+TESTED_TRANSFORMERS = ("5.17", "5.24")  # the oldest and the newest that the tests were run with
+
+# Attention that keeps nothing but keys and values, by transformers' names for layer types.
+KV_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
+# Rotary scalings whose frequencies depend on how long the text is.
+LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 
 
 class Way(Enum):
@@ -15,7 +33,7 @@ class Way(Enum):
 
     PACKED: rows of several sessions as one row, through our attention function.
     ALONE: through our attention function, but a row at a time: a token's place depends on the text's length.
-    OWN_CACHE: a row at a time, through the family's own attention and masks.
+    OWN_CACHE: a row at a time, through the family's own attention and masks, over the same KV.
     """
 
     PACKED = "packed"
@@ -23,56 +41,104 @@ class Way(Enum):
     OWN_CACHE = "own cache"
 
 
-# Attention that keeps nothing but keys and values, by transformers' names for layer types.
-KV_LAYER_TYPES = {"full_attention", "sliding_attention"}
-# Rotary scalings whose frequencies depend on the longest sequence in the batch.
-BATCH_DEPENDENT_ROPE = {"dynamic", "longrope"}
+@dataclass(frozen=True, slots=True)
+class Family:
+    """What differs. why: for people, if anything does.
+
+    way: None for the best that its code allows. kv: of every layer, where attention can't be reached on meta.
+    counts_from_cache: takes positions from the cache's length even where it is given them.
+    tested_from: the oldest tested transformers that has it.
+    """
+
+    why: str = ""
+    way: Way | None = None
+    kv: Callable[[PretrainedConfig], LayerKV] | None = None
+    counts_from_cache: bool = False
+    tested_from: str = TESTED_TRANSFORMERS[0]
 
 
-def check_supported(config: PretrainedConfig) -> None:
-    """Raises UnsupportedModel with the reason. Needs the config only, so nothing was downloaded."""
-    reason = _reason_against(config)
+_PLAIN = Family()
+_NEWEST = Family(tested_from=TESTED_TRANSFORMERS[1])
+
+# fmt: off
+FAMILIES: dict[str, Family] = {
+    **dict.fromkeys((
+        "afmoe", "apertus", "arcee", "aria_text", "biogpt", "bitnet", "bloom", "codegen", "cohere",
+        "cohere2", "cohere2_moe", "cwm", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5", "ernie4_5_moe",
+        "exaone4", "exaone_moe", "falcon", "flex_olmo", "gemma", "gemma2", "gemma3_text", "gemma4_text",
+        "glm", "glm4", "glm4_moe", "glm4_moe_lite", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox",
+        "gpt_neox_japanese", "gpt_oss", "gptj", "granite", "granitemoe", "granitemoeshared", "helium",
+        "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hyperclovax", "jais2", "llama", "mimo_v2_flash",
+        "minicpm3", "minimax_m2", "ministral", "ministral3", "mistral", "mixtral", "mpt", "nanochat",
+        "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "opt", "persimmon", "phi", "phi3", "phimoe", "qwen2",
+        "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2",
+        "vaultgemma", "xglm", "youtu",
+    ), _PLAIN),
+    **dict.fromkeys(("internlm3", "iquestcoder", "sarvam_mla"), _NEWEST),
+    "diffllama": Family("its attention runs twice over one layer's keys", way=Way.OWN_CACHE),
+    "jetmoe": Family(
+        "the experts of its attention share their keys",
+        way=Way.OWN_CACHE,
+        kv=lambda config: LayerKV(config.num_key_value_heads, config.kv_channels, config.kv_channels),
+    ),
+    "llama4_text": Family("it scales queries by positions that it counts in its cache", counts_from_cache=True),
+}
+# fmt: on
+
+
+def family(config: PretrainedConfig) -> Family:
+    return FAMILIES.get(config.model_type, _PLAIN)
+
+
+# ---------------------------------------------------------------- what can't be served
+
+
+def served_config(config: PretrainedConfig) -> PretrainedConfig:
+    """The config of the language model in `config`'s model: of a multimodal one, its text part's.
+
+    Raises UnsupportedModel with the reason. Needs nothing but the config.
+    """
+    if config.is_encoder_decoder:
+        raise _refused(config, "it has cross-attention to an encoder")
+    text = config.get_text_config(decoder=True)
+    reason = _reason_against(text)
     if reason is not None:
-        raise UnsupportedModel(f"a {config.model_type} model can't be served: {reason}")
+        raise _refused(config, reason)
+    return text
+
+
+def _refused(config: PretrainedConfig, reason: str) -> UnsupportedModel:
+    return UnsupportedModel(f"a {config.model_type} model can't be served: {reason}")
 
 
 def _reason_against(config: PretrainedConfig) -> str | None:
-    if config.is_encoder_decoder or getattr(config, "add_cross_attention", False):
+    if config.is_encoder_decoder or _says(config, "add_cross_attention", "cross_attention_layers"):
         return "it has cross-attention to an encoder"
-    if config.get_text_config(decoder=True) is not config:
-        return "it is multimodal, and only its text part could be split"
-    if getattr(config, "quantization_config", None) is not None:
+    if _says(config, "quantization_config"):
         return "its weights are quantised in a way that can't be read yet"
+    if _says(config, "num_kv_shared_layers") or "reuse" in (getattr(config, "kv_sharing_modes", None) or ()):
+        return "its layers share keys and values, so they can't be split at any layer"
+    if _says(config, "hidden_size_per_layer_input"):
+        return "each of its layers takes the tokens' ids, which a peer of later layers doesn't get"
     foreign = set(getattr(config, "layer_types", None) or ()) - KV_LAYER_TYPES
     if foreign:
         return f"its layers keep other state than keys and values ({', '.join(sorted(foreign))})"
-    if getattr(config, "num_kv_shared_layers", 0):
-        return "its layers share keys and values, so they can't be split at any layer"
-    if not getattr(config, "is_causal", True) or getattr(config, "use_bidirectional_attention", False):
+    both = getattr(config, "use_bidirectional_attention", None)
+    if not getattr(config, "is_causal", True) or both in (True, "all"):
         return "it attends in both directions"
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return "transformers has no causal language model for it"
-    cls = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    if getattr(cls, "_is_stateful", False):
+    if getattr(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], "_is_stateful", False):
         return "it keeps recurrent state besides keys and values"
-    if not getattr(cls, "_supports_attention_backend", False):
-        return "its attention doesn't go through transformers' attention interface"
     return None
 
 
-def windows(config: PretrainedConfig) -> list[int | None]:
-    """How many positions a token of each layer attends to, itself included, as transformers' masks have it."""
-    sliding = getattr(config, "sliding_window", None)
-    if getattr(config, "use_sliding_window", None) is False:
-        sliding = None
-    layer_types = getattr(config, "layer_types", None)
-    if layer_types is None:
-        return [sliding] * config.num_hidden_layers
-    return [sliding if kind == "sliding_attention" else None for kind in layer_types]
+def _says(config: PretrainedConfig, *names: str) -> bool:
+    return any(getattr(config, name, None) for name in names)
 
 
 def depends_on_length(config: PretrainedConfig) -> bool:
     """Whether a token's position encoding depends on how long the text is: then no two sessions share a row."""
     rope = getattr(config, "rope_parameters", None) or {}
     kinds = {rope.get("rope_type")} | {r.get("rope_type") for r in rope.values() if isinstance(r, dict)}
-    return bool(kinds & BATCH_DEPENDENT_ROPE)
+    return bool(kinds & LENGTH_DEPENDENT_ROPE)

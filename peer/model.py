@@ -23,10 +23,11 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from peer.attention import Row, StepSlot
 from peer.cache import SessionCache
-from peer.families import Way
+from peer.families import Way, depends_on_length, family
 from peer.kv import REACH, Reach
-from peer.outline import Outline, accepted, cache_argument, inner_attribute
-from peer.own_cache import RowCache
+from peer.outline import Outline
+from peer.own_cache import PlacesCache, RowCache
+from peer.trial import accepted, cache_argument, inner_attribute
 from routing.spans import Span
 from swarm.tensors import RawTensor
 
@@ -114,11 +115,14 @@ class SpanModel:
         self.kv = plan.kv[span.start : span.stop]
         self.way = plan.way
         self._accepted = accepted(full)
+        self._counts_from_cache = family(full.config).counts_from_cache
         self._slot = StepSlot()
         self._layers = list(full.get_submodule(plan.layers_path))[span.start : span.stop]
         for layer in self._layers:
             for module in layer.modules():
                 module.step_slot = self._slot
+        if depends_on_length(full.config):
+            _fix_rotary(full, self._slot)
         self._shell = self._prune(full)
         self._views: dict[Span, PreTrainedModel] = {}
         parameter = next(self._layers[0].parameters())
@@ -168,6 +172,8 @@ class SpanModel:
         if self.way is Way.OWN_CACHE:
             inputs["use_cache"] = True
             inputs[cache_argument(names)] = RowCache(step.rows[0], self.layers_total)
+        elif self._counts_from_cache:
+            inputs[cache_argument(names)] = PlacesCache(inputs["position_ids"], self.layers_total)
         if step.span.start == 0:
             assert step.ids is not None
             inputs["input_ids"] = step.ids.to(self.device)[None]
@@ -246,6 +252,39 @@ class SpanModel:
             head = view.get_output_embeddings()
             view.set_output_embeddings(_WantedRows(head, self._slot))
         return view
+
+
+class _RotaryOfSession(nn.Module):
+    """Rotary embedding whose frequencies depend on the length of the text: here, on what the session reserved.
+
+    transformers takes the end of the step for that length, so that in one text keys of one scale would meet
+    queries of another, differently with every way to cut it into steps. Told the length beforehand, it is what
+    transformers gives for the whole text at once.
+    """
+
+    def __init__(self, rotary: nn.Module, slot: StepSlot) -> None:
+        super().__init__()
+        self.rotary, self._slot = rotary, slot
+
+    def forward(self, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+        for name in list(vars(self.rotary)):
+            if name.endswith("max_seq_len_cached"):
+                setattr(self.rotary, name, 0)  # else it is as long as the longest of all sessions
+        last = self._slot.rows[0].cache.reserved - 1
+        end = torch.full_like(position_ids[:, :1], last)
+        made = self.rotary(x, torch.cat([position_ids, end], dim=1), *args, **kwargs)
+        return tuple(part[:, :-1] for part in made) if isinstance(made, tuple) else made[:, :-1]
+
+    def __getattr__(self, name: str) -> Any:
+        modules = self.__dict__["_modules"]
+        return modules["rotary"] if name == "rotary" else getattr(modules["rotary"], name)
+
+
+def _fix_rotary(model: nn.Module, slot: StepSlot) -> None:
+    for parent in list(model.modules()):
+        for name, child in parent._modules.items():
+            if child is not None and hasattr(child, "rope_type"):
+                parent._modules[name] = _RotaryOfSession(child, slot)
 
 
 def _copy_along(model: PreTrainedModel, path: str) -> tuple[PreTrainedModel, list[nn.Module]]:

@@ -5,45 +5,44 @@ cost nothing. So each layer is constructed by transformers with its true index, 
 fourth layer is different" of a config needs translation.
 
 What precedes the layers, whether their attention is ours to compute, and what each keeps per position is not
-read off names in a config but seen: one token runs through the meta model as far as each layer's attention
-(`_Trial`), first with an attention function that notes what it is given, then, where that wasn't called, with a cache
-that does.
+read off names in a config but seen (`trial.py`).
 """
 
 from __future__ import annotations
 
 import copy
-import inspect
-import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from transformers import AttentionInterface, AutoModelForCausalLM, Cache, PretrainedConfig, PreTrainedModel
-from transformers.cache_utils import CacheLayerMixin
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightTransform
 from transformers.initialization import no_init_weights
 
 from peer.attention import ATTENTION
-from peer.families import Way, depends_on_length, windows
+from peer.families import Way, depends_on_length, family
 from peer.kv import LayerKV
+from peer.trial import NOTING, Notes, NotingCache, accepted, run_up_to_attention
 from routing.spans import Span
 from swarm.errors import UnsupportedModel
 
-_NOTING = "layerswarm-noting"  # an attention of its own, so that the one that serves needn't ask if it is a trial
+# larger than any table that is computed, smaller than the experts of one layer of any model that matters
+LARGEST_BUFFER = 1 << 25
+_FILLED = {torch.zeros, torch.ones, torch.full, torch.rand, torch.randn}
 
 
 class _ParametersOnMeta(TorchFunctionMode):
-    """Parameters (`torch.empty` everywhere in torch and transformers) go to meta; computed buffers are real.
+    """Parameters go to meta, which takes no memory; computed buffers are real.
 
+    Parameters are made with `torch.empty` almost everywhere in torch and transformers; the few that are made
+    full of something are told from buffers by their size, or are small.
     A mode rather than `torch.device("meta")`, because rotary frequencies and the like are buffers that no
     checkpoint holds; and a mode is this thread's only, a patched nn.Module would not be.
     """
@@ -52,9 +51,14 @@ class _ParametersOnMeta(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is torch.empty and kwargs.get("device") is None:
+        if kwargs.get("device") is None and (func is torch.empty or (func in _FILLED and _is_large(args))):
             kwargs["device"] = "meta"
         return func(*args, **kwargs)
+
+
+def _is_large(shape: Sequence[Any]) -> bool:
+    sizes = shape[0] if shape and isinstance(shape[0], (tuple, list)) else shape
+    return prod(n for n in sizes if isinstance(n, int)) > LARGEST_BUFFER
 
 
 _building = threading.Lock()  # no_init_weights patches transformers' init functions while it lasts
@@ -63,6 +67,12 @@ _building = threading.Lock()  # no_init_weights patches transformers' init funct
 def build_full(config: PretrainedConfig, dtype: torch.dtype, way: Way) -> PreTrainedModel:
     """The whole model of `config`, to run that way, with no memory behind its parameters."""
     return _build(config, dtype, None if way is Way.OWN_CACHE else ATTENTION)
+
+
+def build_whole(config: PretrainedConfig, attention: str | None = "eager") -> PreTrainedModel:
+    """The same as transformers itself runs it, in float32. attention: eager does all that a config may ask for;
+    None for what transformers chooses."""
+    return _build(config, torch.float32, attention)
 
 
 def _build(config: PretrainedConfig, dtype: torch.dtype, attention: str | None) -> PreTrainedModel:
@@ -138,32 +148,27 @@ def _outline(asked: _Asked) -> Outline:
 
 
 def _packing_outline(config: PretrainedConfig) -> Outline | None:
-    """None if the family's attention doesn't go through the interface, or it doesn't take positions, or names
-    other windows than its masks have."""
+    """None if the family's attention doesn't go through the interface, or it doesn't take positions."""
     try:
-        model = _build(config, torch.float32, _NOTING).to("meta")
+        model = _build(config, torch.float32, NOTING).to("meta")
     except KeyError:  # a table of its own, of attention classes
         return None
     if "position_ids" not in accepted(model):
         return None
     path = layers_path(model)
-    notes = _try(model, path, None)
-    seen = windows(config) if _masks_windows(model) else [None] * len(notes.kv)
-    if not all(notes.kv) or any(named not in (None, window) for named, window in zip(notes.windows, seen, strict=True)):
+    notes = run_up_to_attention(model, path, None)
+    if not all(notes.kv):
         return None
-    notes.kv = [kv and replace(kv, window=window) for kv, window in zip(notes.kv, seen, strict=True)]
     return _outline_of(model, path, notes, Way.ALONE if depends_on_length(config) else Way.PACKED)
-
-
-def _masks_windows(model: PreTrainedModel) -> bool:
-    """Whether the family's code has masks for windows: configs also name windows that no code heeds."""
-    return hasattr(sys.modules[type(model).__module__], "create_sliding_window_causal_mask")
 
 
 def _own_cache_outline(config: PretrainedConfig) -> Outline:
     model = _build(config, torch.float32, None).to("meta")
     path = layers_path(model)
-    notes = _try(model, path, _NotingCache(len(model.get_submodule(path))))
+    notes = run_up_to_attention(model, path, NotingCache(len(model.get_submodule(path))))
+    said = family(config).kv
+    if said is not None:
+        notes.kv, notes.failed = [said(config)] * len(notes.kv), None
     if notes.failed is not None:
         raise UnsupportedModel(
             f"a {config.model_type} model can't be served: what its layers keep between tokens "
@@ -180,7 +185,7 @@ def _line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0][:160]
 
 
-def _outline_of(model: PreTrainedModel, path: str, notes: _Notes, way: Way) -> Outline:
+def _outline_of(model: PreTrainedModel, path: str, notes: Notes, way: Way) -> Outline:
     layers: list[list[str]] = [[] for _ in notes.kv]
     outside = []
     state = model.state_dict(keep_vars=True)
@@ -214,11 +219,6 @@ def put_tensor(model: PreTrainedModel, plan: Outline, name: str, tensor: Tensor)
             module._buffers[attribute] = tensor
 
 
-def accepted(model: PreTrainedModel) -> frozenset[str]:
-    """Names of the arguments of the model's forward."""
-    return frozenset(inspect.signature(model.base_model.forward).parameters)
-
-
 def layers_path(model: PreTrainedModel) -> str:
     """Of the list of decoder layers: of all lists of that length the one that holds most."""
     count = model.config.num_hidden_layers
@@ -230,160 +230,3 @@ def layers_path(model: PreTrainedModel) -> str:
     if not sizes:
         raise UnsupportedModel(f"a {model.config.model_type} model has no list of {count} layers to split")
     return max(sizes, key=lambda name: sizes[name])
-
-
-# ---------------------------------------------------------------- one token through the meta model
-
-
-class _ReachedAttention(Exception):
-    """Ends a layer's trial: what it stores is known, and what follows may not run on meta (routing does not)."""
-
-
-class _PassedLayers(Exception):
-    """Ends the model's trial."""
-
-
-@dataclass
-class _Notes:
-    """called: modules outside the layers that ran before layer 0. kv[i]: what layer i wanted to store,
-    None: nothing. windows[i]: the window that it named, None: none. failed: the first error of a layer that
-    didn't get as far as its attention."""
-
-    kv: list[LayerKV | None]
-    windows: list[int | None]
-    called: set[str] = field(default_factory=set)
-    hidden: Tensor | None = None
-    layer: int = 0
-    failed: Exception | None = None
-
-    def note(self, key: Tensor, value: Tensor, window: int | None = None) -> None:
-        """key: [1, heads, 1, dim]."""
-        self.windows[self.layer] = window
-        self.kv[self.layer] = LayerKV(key.shape[1], key.shape[3], value.shape[3])
-        raise _ReachedAttention
-
-
-_notes: ContextVar[_Notes] = ContextVar("notes of the trial that runs")
-
-
-def _noting_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *_: Any,
-    sliding_window: int | None = None,
-    **__: Any,
-) -> Any:
-    _notes.get().note(key, value, sliding_window)
-
-
-AttentionInterface.register(_NOTING, _noting_attention)
-
-
-class _NotingLayer(CacheLayerMixin):
-    """Of a cache that holds nothing."""
-
-    is_sliding = False
-
-    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> Any:
-        _notes.get().note(key_states, value_states)
-
-    def lazy_initialization(self, *_: Any) -> None: ...
-
-    def get_seq_length(self) -> int:
-        return 0
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return query_length, 0
-
-    def get_max_length(self) -> int:
-        return -1
-
-
-class _NotingCache(Cache):
-    def __init__(self, layers: int) -> None:
-        super().__init__(layers=[_NotingLayer() for _ in range(layers)])
-
-
-class _Trial(nn.Module):
-    """A layer that runs as far as its attention and hands on what layer 0 was given."""
-
-    def __init__(self, layer: nn.Module, index: int, count: int, notes: _Notes) -> None:
-        super().__init__()
-        self.layer, self._index, self._count, self._notes = layer, index, count, notes
-
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        notes = self._notes
-        if notes.hidden is None:
-            notes.hidden = hidden_states
-        notes.layer = self._index
-        try:
-            self.layer(notes.hidden, *args, **kwargs)
-        except _ReachedAttention:
-            pass
-        except Exception as error:  # whatever a family does on meta; it counts only if nothing was noted
-            notes.failed = notes.failed or error
-        if self._index + 1 == self._count:
-            raise _PassedLayers
-        return notes.hidden
-
-    def __getattr__(self, name: str) -> Any:
-        return inner_attribute(self, name)
-
-
-def inner_attribute(wrapper: nn.Module, name: str) -> Any:
-    """Models read attributes such as `attention_type` off their layers."""
-    modules = wrapper.__dict__["_modules"]
-    return modules["layer"] if name == "layer" else getattr(modules["layer"], name)
-
-
-def _try(model: PreTrainedModel, path: str, cache: Cache | None) -> _Notes:
-    """Run one token up to the attention of each layer in turn."""
-    count = len(model.get_submodule(path))
-    notes = _Notes([None] * count, [None] * count)
-    ids = torch.zeros(1, 1, dtype=torch.long, device="meta")
-    inputs: dict[str, Any] = {"input_ids": ids, "use_cache": cache is not None}
-    names = accepted(model)
-    if "position_ids" in names:
-        inputs["position_ids"] = ids
-    if cache is not None:
-        inputs[cache_argument(names)] = cache
-    token = _notes.set(notes)
-    try:
-        with _trials(model, path, notes), torch.inference_mode():
-            model(**inputs)
-    except _PassedLayers:
-        pass
-    finally:
-        _notes.reset(token)
-    return notes
-
-
-def cache_argument(names: frozenset[str]) -> str:
-    """What a forward calls its cache: `cache` from transformers 5.20 on, `past_key_values` before."""
-    return "cache" if "cache" in names else "past_key_values"
-
-
-@contextmanager
-def _trials(model: PreTrainedModel, path: str, notes: _Notes) -> Iterator[None]:
-    """While it lasts the layers are `_Trial`s, and what runs before them is noted."""
-
-    def runs(name: str) -> None:
-        if notes.hidden is None:
-            notes.called.add(name)
-
-    hooks = [
-        module.register_forward_pre_hook(lambda *_, name=name: runs(name))
-        for name, module in model.named_modules()
-        if name and not f"{name}.".startswith(path + ".")
-    ]
-    listed = model.get_submodule(path)._modules
-    layers = dict(listed)
-    listed.update({str(i): _Trial(layer, i, len(layers), notes) for i, layer in enumerate(layers.values())})
-    try:
-        yield
-    finally:
-        listed.update(layers)
-        for hook in hooks:
-            hook.remove()

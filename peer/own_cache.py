@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
@@ -21,12 +22,12 @@ class _Length(CacheLayerMixin):
 
     is_sliding = False
 
-    def __init__(self, position: int) -> None:
+    def __init__(self, position: int | Tensor) -> None:
         super().__init__()
-        self._position = position
+        self._position: Any = position
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        raise NotImplementedError("RowCache stores")
+        return key_states, value_states
 
     def lazy_initialization(self, *_: Any) -> None: ...
 
@@ -53,3 +54,14 @@ class RowCache(Cache):
         """Store [1, heads, n, dim] of the row's new tokens, and return all up to them."""
         row = self._row
         return row.cache.layers[layer_idx - row.cache.span.start].write(row.position, key_states, value_states)
+
+
+class PlacesCache(Cache):
+    """Stores nothing. For families that count positions in their cache: index in the row + length = position.
+
+    positions: [1, tokens] of a packed row.
+    """
+
+    def __init__(self, positions: Tensor, layers: int) -> None:
+        length = positions[0] - torch.arange(positions.shape[1], device=positions.device)
+        super().__init__(layers=[_Length(length)] * layers)

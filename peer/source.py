@@ -125,18 +125,21 @@ def _describe(
 ) -> ModelSource:
     layout = read_layout(files, progress)
     files.fetch(layout.small, progress)
-    config = load_config(files)
-    _check_supported(config)  # before hashing what may be hundreds of gigabytes
+    config = _served(load_config(files))  # before hashing what may be hundreds of gigabytes
     tensors = weights_of(files.headers(layout.weights, progress), quantisation_of(files))
     bundle = make_bundle(files, layout, config, cache)
     fingerprint = canonical_hash(MODEL_DOMAIN, identity or layout.hashes(files, progress))
     return ModelSource(served_name, fingerprint, config, tensors, files, layout, bundle)
 
 
-def _check_supported(config: PretrainedConfig) -> None:
-    from peer.families import check_supported  # and with it torch
+def _served(config: PretrainedConfig) -> PretrainedConfig:
+    """What of the model is served, shown to be possible. Raises UnsupportedModel."""
+    from peer.families import served_config  # and with it torch
+    from peer.proof import proven_outline
 
-    check_supported(config)
+    served = served_config(config)
+    proven_outline(served)
+    return served
 
 
 def _is_path(text: str) -> bool:

@@ -18,7 +18,8 @@ from transformers import PreTrainedModel
 
 from peer.checkpoint import Checkpoint, Part, WeightFormat
 from peer.model import SpanModel
-from peer.outline import Outline, build_full, outline, put_tensor
+from peer.outline import Outline, build_full, put_tensor
+from peer.proof import proven_outline
 from peer.safetensors_weights import SafetensorsFormat
 from routing.spans import Span
 from swarm.errors import BrokenModel
@@ -36,7 +37,7 @@ def _format(checkpoint: Checkpoint) -> WeightFormat:
 
 def span_tensors(checkpoint: Checkpoint, span: Span) -> list[str]:
     """Names, in the checkpoint, of every tensor that the span needs. Raises BrokenModel if one is missing."""
-    plan = outline(checkpoint.config)
+    plan = proven_outline(checkpoint.config)
     sources = _format(checkpoint).sources(checkpoint, plan)
     return [part.name for name in plan.names(span) for part in _parts(checkpoint, plan, sources, name)]
 
@@ -61,7 +62,7 @@ class SpanPrices:
 
 def span_prices(checkpoint: Checkpoint, dtype: torch.dtype) -> SpanPrices:
     """What every span of the model costs as `dtype`. Raises BrokenModel if a tensor is missing."""
-    plan = outline(checkpoint.config)
+    plan = proven_outline(checkpoint.config)
     sources = _format(checkpoint).sources(checkpoint, plan)
 
     held = _dtypes(build_full(checkpoint.config, dtype, plan.way), dtype)
@@ -107,7 +108,7 @@ def load_span(
     progress: Progress | None = None,
 ) -> SpanModel:
     """The span with its weights. Raises BrokenModel naming tensor and file if one is missing, cut or misshapen."""
-    plan, form = outline(checkpoint.config), _format(checkpoint)
+    plan, form = proven_outline(checkpoint.config), _format(checkpoint)
     sources = form.sources(checkpoint, plan)
     full = build_full(checkpoint.config, dtype, plan.way)
     names = plan.names(span)

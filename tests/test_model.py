@@ -2,100 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import pairwise
 
 import pytest
 import torch
-from transformers import CONFIG_MAPPING, PreTrainedModel
+from transformers import PreTrainedModel
 
 from peer.attention import Row
-from peer.cache import SessionCache
-from peer.families import check_supported, depends_on_length
 from peer.model import PackedStep, from_raw, to_raw
-from peer.weights import load_span
 from routing.spans import Span
-from swarm.errors import UnsupportedModel
-from tests.tiny import TINY, MemoryCheckpoint, tiny_config, tiny_model
+from tests.chain import Chain, uncut_logits
+from tests.tiny import tiny_model
 
 torch.set_num_threads(1)
 TOLERANCE = 1e-4  # float32; the shapes of the products differ, so the sums are ordered differently
 
 
-class Chain:
-    """A model cut into spans, with a way to run one packed step of several sessions through all of them."""
-
-    def __init__(
-        self, model: torch.nn.Module, cuts: Sequence[int], dtype: torch.dtype = torch.float32
-    ) -> None:
-        checkpoint = MemoryCheckpoint(model)
-        bounds = [0, *cuts, model.config.num_hidden_layers]
-        self.spans = [Span(a, b) for a, b in pairwise(bounds)]
-        self.hops = [load_span(checkpoint, span, dtype) for span in self.spans]
-        checkpoint.close()
-
-    def open(self, positions: int) -> list[SessionCache]:
-        return [hop.new_cache(positions) for hop in self.hops]
-
-    def step(self, sessions: list[tuple[list[SessionCache], int, list[int]]]) -> torch.Tensor:
-        """sessions: caches per hop, position, new ids. Logits of every token: [total, vocab]."""
-        hidden = None
-        ids = torch.tensor([i for _, _, new in sessions for i in new])
-        for n, hop in enumerate(self.hops):
-            rows = []
-            for caches, position, new in sessions:
-                caches[n].begin(position, len(new))
-                rows.append(Row(caches[n], position, len(new), logits=len(new)))
-            out = hop.forward(PackedStep(hop.span, rows, ids=ids if n == 0 else None, hidden=hidden))
-            for row in rows:
-                row.cache.finish(row.position + row.tokens)
-            hidden = out.hidden
-        assert out.logits is not None
-        return out.logits
-
-
-def uncut_logits(model: torch.nn.Module, ids: list[int]) -> torch.Tensor:
-    with torch.inference_mode():
-        return model(torch.tensor([ids]), use_cache=False).logits[0].float()
-
-
 def assert_same(ours: torch.Tensor, theirs: torch.Tensor) -> None:
     assert (ours - theirs).abs().max() < TOLERANCE
     assert ours.argmax(-1).tolist() == theirs.argmax(-1).tolist()
-
-
-@pytest.mark.parametrize("family", sorted(TINY))
-def test_three_spans_give_the_logits_of_the_uncut_model(family: str) -> None:
-    model = tiny_model(family)
-    vocab = model.config.vocab_size
-    chain = Chain(model, cuts=[1, 4])
-    texts = [[(7 * s + 3 * i + i * i) % vocab for i in range(n)] for s, n in enumerate((23, 9, 14))]
-    sessions = [chain.open(40) for _ in texts]
-
-    at = [0, 0, 0]
-    for chunk in ((13, 5, 14), (10, 4, 0)):  # prefill in two uneven chunks; the third is done after one
-        rows = [(sessions[s], at[s], texts[s][at[s] : at[s] + n]) for s, n in enumerate(chunk) if n]
-        logits = chain.step(rows)
-        start = 0
-        for s, n in enumerate(chunk):
-            if n:
-                assert_same(logits[start : start + n], uncut_logits(model, texts[s][: at[s] + n])[at[s] :])
-                start, at[s] = start + n, at[s] + n
-
-    for _ in range(3):  # decode, greedily
-        for s, row in enumerate(last_rows(chain, sessions, texts)):
-            assert_same(row, uncut_logits(model, texts[s])[-1])
-            texts[s].append(int(row.argmax()))
-
-    texts[0] = texts[0][:11]  # one rewind: the next step starts earlier than the KV's end
-    for s, row in enumerate(last_rows(chain, sessions, texts)):
-        assert_same(row, uncut_logits(model, texts[s])[-1])
-
-
-def last_rows(chain: Chain, sessions: list[list[SessionCache]], texts: list[list[int]]) -> list[torch.Tensor]:
-    """Feed the last id of each text (what lies before it is in the KV) and read its logits."""
-    logits = chain.step([(c, len(text) - 1, text[-1:]) for c, text in zip(sessions, texts, strict=True)])
-    return list(logits)
 
 
 # ---------------------------------------------------------------- views of a claim
@@ -183,41 +108,6 @@ def test_half_precision_stays_within_its_rounding(
     ids = [(7 * i) % 97 for i in range(12)]
     logits, exact = chain.step([(chain.open(12), 0, ids)]), uncut_logits(llama, ids)
     assert (logits - exact).abs().max() < 4 * 60**0.5 * 2.0**-mantissa_bits * exact.std()
-
-
-# ---------------------------------------------------------------- what is refused, and why
-
-
-@pytest.mark.parametrize(
-    ("kind", "differs", "why"),
-    [
-        ("t5", {}, "cross-attention"),
-        ("mamba", {}, "linear_attention|recurrent state"),
-        ("qwen3_next", {}, "linear_attention"),
-        ("lfm2", {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}, "conv"),
-        ("gemma3", {}, "multimodal"),
-        ("bloom", {}, "attention interface"),
-        ("llama", {"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantised"),
-        ("gemma3n_text", {}, "share keys and values"),
-    ],
-)
-def test_what_can_not_work_is_refused_with_the_reason(
-    kind: str, differs: dict[str, object], why: str
-) -> None:
-    with pytest.raises(UnsupportedModel, match=why):
-        check_supported(CONFIG_MAPPING[kind](**differs))
-
-
-@pytest.mark.parametrize("family", sorted(TINY))
-def test_what_was_tested_is_not_refused(family: str) -> None:
-    check_supported(tiny_config(family))
-
-
-def test_positions_that_depend_on_the_batch_are_not_packed() -> None:
-    config = tiny_config("llama")
-    assert not depends_on_length(config)
-    config.rope_parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
-    assert depends_on_length(config)
 
 
 # ---------------------------------------------------------------- on the wire

@@ -54,12 +54,14 @@ def tiny_config(family: str) -> PretrainedConfig:
 
 
 def tiny_model(family: str, seed: int = 7) -> PreTrainedModel:
+    return random_model(tiny_config(family), seed)
+
+
+def random_model(config: PretrainedConfig, seed: int = 7, attention: str | None = "eager") -> PreTrainedModel:
     """The uncut model. Weights are larger than transformers' own initial ones, so that errors show."""
     torch.manual_seed(seed)
     # eager: the one implementation that honours soft-capping and sinks in every release
-    model = AutoModelForCausalLM.from_config(
-        tiny_config(family), dtype=torch.float32, attn_implementation="eager"
-    )
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:

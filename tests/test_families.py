@@ -1,0 +1,151 @@
+"""Every family of `peer.families`: packed and cut into spans it gives the numbers of transformers' own uncut model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from peer.cache import SessionCache
+from peer.families import FAMILIES, TESTED_TRANSFORMERS, Way, served_config
+from peer.proof import proven_outline
+from tests.chain import Chain
+from tests.tiny import random_model
+from tests.tiny_families import (
+    CASES,
+    CHUNKS,
+    EXPERTS,
+    FEATURES,
+    GROUPED,
+    LEARNED,
+    MLA,
+    MULTI_QUERY,
+    SCALED_ROPE,
+    SINKS,
+    SOFT_CAPS,
+    TIED,
+    WINDOWS,
+    Case,
+)
+
+torch.set_num_threads(1)
+# of the largest logit, float32: the shapes of the products differ, so sums are ordered differently; seen: 2e-6
+TOLERANCE = 1e-5
+RESERVED = 40  # positions of a session
+LENGTHS = (23, 9, 14)
+CHUNKED = ((13, 5, 14), (10, 4, 0))  # prefill of the three texts in two uneven chunks; the third is done after one
+DECODED = 8
+REWOUND, OTHER = 11, [5, 6, 7]  # then the first text goes on from there, with other ids
+
+# gpt_bigcode of transformers 5.17 does so when it is imported
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+
+
+class Session:
+    """A text, its caches on each hop, and the logits that were computed for each of its positions."""
+
+    def __init__(self, caches: list[SessionCache], ids: Sequence[int]) -> None:
+        self.caches, self.ids = caches, list(ids)
+        self.rows: list[Tensor] = []
+
+    def part(self, tokens: int) -> tuple[list[SessionCache], int, list[int]]:
+        return self.caches, len(self.rows), self.ids[len(self.rows) : len(self.rows) + tokens]
+
+
+def run(chain: Chain, sessions: Sequence[Session], tokens: Sequence[int]) -> None:
+    """One packed step of so many tokens of each session; those with none stay out of it."""
+    steps = [(session, session.part(n)) for session, n in zip(sessions, tokens, strict=True) if n]
+    logits = chain.step([part for _, part in steps])
+    start = 0
+    for session, (_, _, new) in steps:
+        session.rows += logits[start : start + len(new)]
+        start += len(new)
+
+
+def check(model: torch.nn.Module, sessions: Sequence[Session]) -> None:
+    """Every position against the uncut model. What fills a text up comes after it, so that it changes nothing there;
+    but it makes the text as long as the session, which rope scaled by that length sees."""
+    filled = [session.ids + [3] * (RESERVED - len(session.ids)) for session in sessions]
+    with torch.inference_mode():
+        exact = model(torch.tensor(filled), use_cache=False).logits
+    for session, theirs in zip(sessions, exact, strict=True):
+        ours = torch.stack(session.rows)
+        theirs = theirs[: len(ours)]
+        assert (ours - theirs).abs().max() < TOLERANCE * theirs.abs().max()
+        assert ours.argmax(-1).tolist() == theirs.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_family_cut_and_packed_gives_the_numbers_of_the_uncut_model(case: Case) -> None:
+    if not case.exists:
+        assert_newer(case.family)
+        return
+    model = random_model(case.config(), attention=case.attention)
+    vocab = model.config.vocab_size
+    chain = Chain(model, cuts=[1, 4])
+    sessions = [
+        Session(chain.open(RESERVED), [(7 * s + 3 * i + i * i) % vocab for i in range(n)])
+        for s, n in enumerate(LENGTHS)
+    ]
+    for chunk in CHUNKED:
+        run(chain, sessions, chunk)
+    for _ in range(DECODED):
+        for session in sessions:
+            session.ids.append(int(session.rows[-1].argmax()))
+        run(chain, sessions, [1, 1, 1])
+    check(model, sessions)
+
+    sessions[0].ids[REWOUND:], sessions[0].rows[REWOUND:] = OTHER, []
+    for session in sessions[1:]:
+        session.ids.append(4)
+    run(chain, sessions, [len(OTHER), 1, 1])
+    check(model, sessions)
+
+
+def assert_newer(family: str) -> None:
+    """This transformers hasn't got the family because it is older than the one that the table names for it."""
+    said, here = (
+        tuple(map(int, version.split(".")[:2]))
+        for version in (FAMILIES[family].tested_from, transformers.__version__)
+    )
+    assert here < said
+
+
+def test_every_family_of_the_table_has_a_tiny_model_and_no_other_has() -> None:
+    assert {case.family for case in CASES} == set(FAMILIES)
+    assert len(FAMILIES) >= 40
+
+
+def test_everything_that_a_decoder_can_ask_for_is_asked_for_by_some_case() -> None:
+    assert {word for case in CASES for word in case.shows} == set(FEATURES)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.exists], ids=lambda case: case.name)
+def test_a_case_shows_what_it_says(case: Case) -> None:
+    config = served_config(case.config())
+    plan = proven_outline(config)
+    own_masks = plan.way is Way.OWN_CACHE  # then windows are the family's own business, and nothing of them is seen
+    heads = {kv.heads for kv in plan.kv}
+    names = " ".join(plan.shapes)
+    seen = {
+        TIED: bool(plan.ties),
+        MULTI_QUERY: heads == {1},
+        GROUPED: bool(heads - {1, config.num_attention_heads}),
+        WINDOWS: WINDOWS in case.shows if own_masks else any(kv.window and not kv.chunked for kv in plan.kv),
+        CHUNKS: any(kv.chunked for kv in plan.kv),
+        EXPERTS: "experts" in names,
+        MLA: bool(getattr(config, "kv_lora_rank", None)),
+        SINKS: "sink" in names,
+        SOFT_CAPS: bool(getattr(config, "attn_logit_softcapping", None)),
+        LEARNED: any(word in names for word in ("wpe", "embed_positions", "position_embed")),
+        SCALED_ROPE: plan.way is Way.ALONE,
+    }
+    assert {word for word, there in seen.items() if there} == set(case.shows) & set(seen)
+
+
+def test_the_tests_were_run_with_what_they_say() -> None:
+    oldest, newest = (tuple(map(int, version.split("."))) for version in TESTED_TRANSFORMERS)
+    assert oldest <= newest
