@@ -28,9 +28,13 @@ class Bucket:
         self._left = min(self._burst, self._left + (now - self._at) * self._rate) - amount
         self._at = now
 
+    def left(self, now: float) -> float:
+        """How much could be taken."""
+        return min(self._burst, self._left + (now - self._at) * self._rate)
+
     def ready_at(self, now: float, amount: float = 1.0) -> float:
         """When `take` would succeed, if nobody takes meanwhile."""
-        left = min(self._burst, self._left + (now - self._at) * self._rate)
+        left = self.left(now)
         return now if left >= amount else now + (amount - left) / self._rate
 
 

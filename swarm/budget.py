@@ -11,7 +11,7 @@ NEIGHBOUR_RESERVE + NEIGHBOUR_PER_S * t for one neighbour, its snapshot aside.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from swarm.buckets import Bucket
 
 PER_S = 400.0  # a tenth of a core; 10,000 peers send 167 heartbeats a second
 RESERVE = 32_768.0  # descriptors and heartbeats of a full snapshot
@@ -22,33 +22,14 @@ SLICE = 32
 USELESS = 4.0  # what a telling costs a neighbour beyond its work when there was no room for it
 
 
-@dataclass
-class Bucket:
-    """Fills by `per_s` up to `most`."""
-
-    per_s: float
-    most: float
-    left: float
-    at: float
-
-    def fill(self, now: float) -> float:
-        self.left = min(self.most, self.left + max(0.0, now - self.at) * self.per_s)
-        self.at = now
-        return self.left
-
-    def ready_at(self, amount: float) -> float:
-        """When there will be so much."""
-        return self.at + max(0.0, amount - self.left) / self.per_s
-
-
 class Budget:
     """Of one registry."""
 
     def __init__(self, now: float) -> None:
-        self._all = Bucket(PER_S, RESERVE, RESERVE, now)
+        self._all = Bucket(PER_S, RESERVE, now)
 
     def of_neighbour(self, now: float) -> Share:
-        return Share(self._all, Bucket(NEIGHBOUR_PER_S, NEIGHBOUR_RESERVE, NEIGHBOUR_RESERVE, now))
+        return Share(self._all, Bucket(NEIGHBOUR_PER_S, NEIGHBOUR_RESERVE, now))
 
 
 class Share:
@@ -59,23 +40,19 @@ class Share:
 
     def room(self, now: float) -> int:
         """How many signatures may be asked for in one message now."""
-        left = self._all.fill(now)
-        most = min(left, self._own.fill(now))
-        return int(min(most, SLICE) if left < SCARCE else most)
+        left = self._all.left(now)
+        most = min(left, self._own.left(now))
+        return max(0, int(min(most, SLICE) if left < SCARCE else most))
 
     def take(self, signatures: int, now: float, *, snapshot: bool = False) -> bool:
         """Pay, if there is enough."""
-        buckets = (self._all,) if snapshot else (self._all, self._own)
-        if any(bucket.fill(now) < signatures for bucket in buckets):
+        if not snapshot and self._own.left(now) < signatures:
             return False
-        for bucket in buckets:
-            bucket.left -= signatures
-        return True
+        return self._all.take(now, signatures) and (snapshot or self._own.take(now, signatures))
 
-    def was_useless(self) -> None:
-        self._own.left = max(0.0, self._own.left - USELESS)
+    def was_useless(self, now: float) -> None:
+        self._own.spend(now, USELESS)
 
-    @property
-    def ready_at(self) -> float:
+    def ready_at(self, now: float) -> float:
         """When it is worth asking again: for a slice, so that asks don't dribble."""
-        return max(self._all.ready_at(SLICE), self._own.ready_at(SLICE))
+        return max(self._all.ready_at(now, SLICE), self._own.ready_at(now, SLICE))

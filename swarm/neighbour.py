@@ -123,9 +123,9 @@ class Neighbour:
         owed = self.greeting or self._answers or self._objections or self.models or self.digest or self._snapshots
         return offers or self._may_ask(now) or bool(owed) or (self.visitor and self.greeted)
 
-    def due_at(self) -> float | None:
+    def due_at(self, now: float) -> float | None:
         """When there will be something to say that has to wait until then."""
-        times = [self.offers_due, self.share.ready_at if self._asks else None]
+        times = [self.offers_due, self.share.ready_at(now) if self._asks else None]
         return min((at for at in times if at is not None), default=None)
 
     def next_message(self, table: Table, now: float) -> Message | None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import struct
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, TypeAlias
@@ -53,7 +54,7 @@ def _printable(most: int) -> Codec:
         found = str(plain.read(value))
         if not found.isprintable():
             raise MessageError(f"expected printable text, got {found[:80]!r}")
-        return found
+        return sys.intern(found)  # thousands of peers say the same of their model and device
 
     return Codec(plain.write, read)
 
@@ -109,7 +110,7 @@ def _key(key: str, codec: Codec, **default: Any) -> Any:
     return field(metadata={"key": key, "codec": codec}, **default)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Descriptor:
     """What a peer is and serves. Changes rarely; `seq` only grows.
 
@@ -141,7 +142,7 @@ class Descriptor:
             raise MessageError(f"a claim of [{self.span.start}, {self.span.stop}) in {self.layers} layers")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Load:
     """The part of a heartbeat that the peer's service knows. queue_s: what a new step waits here."""
 
@@ -153,7 +154,7 @@ class Load:
     tokens_per_s: float = _key("r", _short(messages.number(0.0, 1e9)), default=0.0)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Heartbeat(Load):
     """That a peer is alive, and how loaded: renews `descriptor_hash` and nothing else.
 
@@ -168,7 +169,7 @@ class Heartbeat(Load):
     lease_s: float = _key("l", _lease, kw_only=True)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Leave:
     """The owner has gone. lease_s: until then somebody may hold a heartbeat that looks alive."""
 

@@ -53,7 +53,7 @@ from swarm.messages import (
 from swarm.neighbour import DIGEST_BUCKETS, DIGEST_BUCKETS_LARGE, LARGE, Kind, Neighbour
 from swarm.owner import Owner, heartbeat_interval_s
 from swarm.places import MAX_PEERS, group_of
-from swarm.records import Descriptor, Heartbeat, Load, Record, check_signature
+from swarm.records import Descriptor, Heartbeat, Leave, Load, Record, check_signature
 from swarm.table import Held, PeerEntry, Table, Verdict, head_id, read_head
 
 __all__ = ["Action", "ClockOff", "Drop", "Kind", "PeerEntry", "Reach", "ReachAddress", "Registry"]
@@ -357,7 +357,7 @@ class Registry:
     def deadline(self) -> float:
         """When `tick` or `next_message` has something to do again, if nothing happens before."""
         times = [self._circle.deadline, self._digest_at, self.table.next_lapse]
-        due = (one.due_at() for one in self._neighbours.values())
+        due = (one.due_at(self._ticked_at) for one in self._neighbours.values())
         times += [at for at in due if at is not None and at > self._ticked_at]  # else it waits for room
         if self._owner is not None:
             times.append(self._owner.due)
@@ -469,9 +469,9 @@ class Registry:
             return
         head = read_head(told.head)
         if self._owner is not None and head.peer == self._owner.peer:
-            self._hear_of_us(told, now)
+            self._hear_of_us(head, told, now)
             return
-        verdict = self.table.accept(told, now)
+        verdict = self.table.accept(told, now, head)
         others = asked.others if asked is not None else []
         if verdict is Verdict.INCOMPLETE and not (asked is not None and asked.full):
             self._ask(one, identifier, _Asked(one.key, 0.0, True, others, MAX_TRIES), now)
@@ -484,7 +484,7 @@ class Registry:
         elif verdict is Verdict.ENDED and told.age_s < head.lease_s:
             self._object(one, identifier, now)
         elif verdict is Verdict.NO_ROOM:
-            one.share.was_useless()
+            one.share.was_useless(now)
         if asked is not None and others and self.table.doubts(identifier, now):
             self._ask_next(identifier, asked, now, again=False)
 
@@ -497,10 +497,9 @@ class Registry:
         one.snapshot_records += wanted
         return one.share.take(signatures, now, snapshot=wanted)
 
-    def _hear_of_us(self, told: Told, now: float) -> None:
+    def _hear_of_us(self, head: Heartbeat | Leave, told: Told, now: float) -> None:
         """Nobody else's word about us is stored; but what outranks us makes us speak up."""
         assert self._owner is not None
-        head = read_head(told.head)
         self._check(head, told.head)
         if self._owner.outranked(head, told.head, now) and self._owner.is_second_instance(told.age_s, now):
             self._actions.append(SecondInstance(told.age_s))

@@ -276,14 +276,17 @@ class Table:
 
     # ------------------------------------------------------------ changes
 
-    def accept(self, told: Told, now: float) -> Verdict:
-        """Take in what somebody tells. Raises MessageError (table unchanged) if it is forged or malformed."""
+    def accept(self, told: Told, now: float, head: Heartbeat | Leave | None = None) -> Verdict:
+        """Take in what somebody tells. head: `told.head`, if the caller has read it.
+
+        Raises MessageError (table unchanged) if it is forged or malformed.
+        """
         identifier = head_id(told.head)
         if self.knows(identifier, now):
             return Verdict.ENDED if self.has_ended(identifier) else Verdict.STALE
         if identifier in self._by_id:
             return self._another_opinion(self._held[self._by_id[identifier]], told.age_s, now)
-        head = read_head(told.head)
+        head = head or read_head(told.head)
         if self.places.is_turned_away(head.peer, now):
             self._see(identifier, head.peer)
             return Verdict.NO_ROOM
@@ -445,7 +448,9 @@ class Table:
         self, head: Heartbeat | Leave, descriptor: tuple[Descriptor, bytes] | None, now: float
     ) -> list[PeerId] | None:
         """Who must make room, None if there is none."""
-        if head.peer == self._own or (descriptor is None and head.peer in self._held):
+        held = self._held.get(head.peer)
+        same = held is not None and (descriptor is None or descriptor[1] == held.descriptor_bytes)
+        if same or head.peer == self._own:
             return []
         groups = groups_of(descriptor[0].addresses) if descriptor is not None else ()
         victims = self.places.victims(head.peer, groups, now)

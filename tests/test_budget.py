@@ -33,5 +33,5 @@ def test_ready_says_when_a_slice_is_there() -> None:
     while share.take(1, 0.0):
         pass
     assert share.room(0.0) == 0
-    at = share.ready_at
+    at = share.ready_at(0.0)
     assert share.room(at - 0.01) < budget.SLICE <= share.room(at + 1e-6)
