@@ -314,8 +314,8 @@ def peer(
         str,
         typer.Argument(
             metavar="MODEL",
-            help="A directory in Hugging Face layout, an id on the Hugging Face hub (org/name), or smollm2, a "
-            "small one to try with.",
+            help="A directory in Hugging Face layout, a GGUF file, an id on the Hugging Face hub (org/name; "
+            "org/name:Q4_K_M for one of its GGUF files), or smollm2, a small one to try with.",
         ),
     ],
     join: Join = None,

@@ -61,13 +61,14 @@ class Measured:
 class Transformers:
     """`generate` in this process, its first token left out of the time as in the swarm."""
 
-    def __init__(self, directory: Path, threads: int) -> None:
+    def __init__(self, file: Path, threads: int) -> None:
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         torch.set_num_threads(threads)
-        self._model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
-        tokenizer = AutoTokenizer.from_pretrained(directory)
+        place = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
+        self._model = AutoModelForCausalLM.from_pretrained(**place, dtype=torch.float32).eval()
+        tokenizer = AutoTokenizer.from_pretrained(**place)
         text = tokenizer.apply_chat_template(
             [{"role": "user", "content": PROMPT}], tokenize=False, add_generation_prompt=True
         )

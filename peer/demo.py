@@ -20,7 +20,7 @@ from rich.console import Console
 from peer.checkpoint import Progress
 from peer.local import READY_TIMEOUT_S, LocalSwarm
 from peer.progress import terminal_progress
-from peer.smollm2 import ensure_smollm2
+from peer.source import prepare_smollm2
 from swarm import AsyncClient
 from swarm.display import chain_line, duration, hops_json, status_view, terminal
 from swarm.errors import SwarmError
@@ -97,7 +97,7 @@ async def _prepared(cache: Path, progress: Progress) -> None:
     def prepare() -> None:
         error: BaseException | None = None
         try:
-            ensure_smollm2(cache, progress)
+            prepare_smollm2(cache, progress)
         except BaseException as found:
             error = found
         with contextlib.suppress(RuntimeError):  # the loop is closed

@@ -1,4 +1,4 @@
-"""The header of a GGUF file: what it says of its model and which tensors it holds, without reading any of them.
+"""The header of a GGUF file: what it says of its model and which tensors it holds; it reads none of them.
 
 Layout (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md), all little-endian: "GGUF", version,
 counts; the metadata, key by key; the tensors' names, shapes, types and offsets; padding; the tensors'
@@ -11,9 +11,8 @@ that no later read can run past its end. Whatever is wrong raises BrokenModel, a
 
 from __future__ import annotations
 
-import mmap
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from math import prod
@@ -25,6 +24,7 @@ MAGIC = b"GGUF"
 VERSIONS = (2, 3)  # of version 1, which counted in 32 bits, no file is left that anybody shares
 DEFAULT_ALIGNMENT = 32  # the format's
 
+FIRST_BYTES = 1 << 20  # are read first, then as many that it's four times as much: vocabularies differ
 # Far above what real files have (the largest vocabularies: 20 MB, 700,000 strings), far below what hurts.
 MAX_HEADER_BYTES = 100_000_000
 MAX_KEYS = 4_096
@@ -66,12 +66,12 @@ class GgufTensor:
 
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
-    """nbytes: of the header, without the padding that follows. metadata_bytes: of it up to the tensors' list."""
+    """pairs: where key and value of each lie in the file. nbytes: of the header, without padding."""
 
     version: int
     metadata: Mapping[str, Value]
+    pairs: Mapping[str, tuple[int, int]]
     tensors: Mapping[str, GgufTensor]
-    metadata_bytes: int
     nbytes: int
 
 
@@ -80,19 +80,37 @@ class HeaderGoesOn(BrokenModel):
 
 
 def read_gguf_header(source: Path | bytes, file: str, size: int | None = None) -> GgufHeader:
-    """The header of a file on this machine, or of its first bytes. Allocates a small multiple of what is kept.
+    """The header of a file on this machine, or of its first bytes. Allocates little more than what is kept.
 
-    file: how errors name it. size: the whole file's bytes, where `source` is only its beginning.
+    file: how errors name it. size: the whole file's bytes, where `source` is its beginning.
     Raises BrokenModel; HeaderGoesOn where more of the beginning is needed.
     """
     if isinstance(source, bytes):
         return _parse(memoryview(source), file, len(source) if size is None else size)
-    with source.open("rb") as stream:
+    with source.open("rb", buffering=0) as stream:
         length = stream.seek(0, 2)
-        if length == 0:  # an empty file can't be mapped
-            raise broken(file, "it is empty")
-        with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as mapped, memoryview(mapped) as data:
-            return _parse(data, file, length if size is None else size)
+
+        def read(start: int, stop: int) -> bytes:
+            stream.seek(start)
+            return stream.read(stop - start)
+
+        return read_beginning(read, file, length)[1]
+
+
+def read_beginning(read: Callable[[int, int], bytes], file: str, size: int) -> tuple[bytes, GgufHeader]:
+    """As many bytes of a file as its header takes, or some more; and the header. read: bytes [start, stop).
+
+    A file isn't mapped for that: a mapping of all of it is more than a limit of memory may allow.
+    """
+    beginning, length = b"", min(FIRST_BYTES, size)
+    while True:
+        beginning += read(len(beginning), length)
+        try:
+            return beginning, read_gguf_header(beginning, file, size)
+        except HeaderGoesOn:
+            if len(beginning) < length or length >= min(size, MAX_HEADER_BYTES):  # it was cut meanwhile
+                raise broken(file, "it ends within its header") from None
+            length = min(4 * length, MAX_HEADER_BYTES, size)
 
 
 def broken(file: str, why: str, remedy: str = "fetch or copy that file again") -> BrokenModel:
@@ -103,12 +121,14 @@ def _parse(data: memoryview, file: str, size: int) -> GgufHeader:
     cursor = _Cursor(data, file, min(size, MAX_HEADER_BYTES))
     version, tensor_count, key_count = _start(cursor, size)
     metadata: dict[str, Value] = {}
+    pairs: dict[str, tuple[int, int]] = {}
     for _ in range(key_count):
+        start = cursor.at
         key = cursor.text("a key", MAX_NAME_BYTES)
         if key in metadata:
             raise broken(file, f"its metadata has {key!r} twice")
         metadata[key] = _value(cursor, key)
-    metadata_bytes = cursor.at
+        pairs[key] = (start, cursor.at)
     alignment = _alignment(metadata, file)
     listed: dict[str, tuple[str, tuple[int, ...], int, int]] = {}
     for _ in range(tensor_count):
@@ -122,7 +142,7 @@ def _parse(data: memoryview, file: str, size: int) -> GgufHeader:
         for name, (kind, shape, offset, nbytes) in listed.items()
     }
     _check_extents(tensors, file, size)
-    return GgufHeader(version, metadata, tensors, metadata_bytes, cursor.at)
+    return GgufHeader(version, metadata, pairs, tensors, cursor.at)
 
 
 def _start(cursor: _Cursor, size: int) -> tuple[int, int, int]:

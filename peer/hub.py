@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from peer.checkpoint import Progress, TensorSpec
-from peer.directory import DirectoryFiles
+from peer.directory import DirectoryFiles, read_piece
 from peer.fingerprint import FileHashes
 from peer.layout import ModelFiles
-from peer.resumable import download
+from peer.resumable import download, fetch_piece
 from peer.safetensors_header import broken, describe, merged
 from swarm.errors import BrokenModel, CapacityError, GatedModel, ModelError, ModelNotFound
 from swarm.state import atomic_write
@@ -97,6 +97,26 @@ class HubFiles:
     def sha256(self, name: str, progress: Progress) -> bytes:
         stated = self.listing.files[name].sha256
         return bytes.fromhex(stated) if stated else self.hashes.sha256(self.local(name), progress)
+
+    @property
+    def is_remote(self) -> bool:
+        return True
+
+    def read(self, name: str, start: int, stop: int) -> bytes:
+        """From the file where it is here, else from the hub, and kept: it is asked for at every start."""
+        from huggingface_hub import hf_hub_url
+
+        path = self._cached(name)
+        if path is not None:
+            return read_piece(path, name, start, stop)
+        stated = self.listing.files[name].sha256 or self.listing.files[name].git_sha1
+        kept = _folder(self.cache, self.label) / "pieces" / f"{stated}-{start}-{stop}"
+        if not kept.is_file():
+            url = hf_hub_url(self.label, name, revision=self.listing.commit)
+            with self._errors():
+                atomic_write(kept, fetch_piece(url, start, stop))
+            _keep(self.cache, self.revision, self.listing)
+        return kept.read_bytes()
 
     def headers(self, names: Collection[str], progress: Progress) -> dict[str, TensorSpec]:
         missing = [name for name in names if name not in self.listing.tensors]
@@ -223,7 +243,7 @@ def _listing(repo: str, info: ModelInfo) -> Listing:
             sibling.size or 0, sibling.blob_id or "", sibling.lfs.sha256 if sibling.lfs else None
         )
         for sibling in info.siblings or ()
-        if "/" not in sibling.rfilename
+        if "/" not in sibling.rfilename or sibling.rfilename.endswith(".gguf")
     }
     if not info.sha:
         raise ModelError(f"the hub doesn't say which commit of {repo} it has; try again later")
@@ -248,8 +268,12 @@ def _offline(repo: str, revision: str | None, cache: Path, hashes: FileHashes) -
     return DirectoryFiles(repo, snapshot, sizes, hashes)
 
 
+def _folder(cache: Path, repo: str) -> Path:
+    return cache / "hub" / quote(repo, safe="")
+
+
 def _listing_path(cache: Path, repo: str, revision: str | None) -> Path:
-    return cache / "hub" / quote(repo, safe="") / (quote(revision or "main", safe="") + ".json")
+    return _folder(cache, repo) / (quote(revision or "main", safe="") + ".json")
 
 
 def _keep(cache: Path, revision: str | None, listing: Listing) -> None:

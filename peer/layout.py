@@ -72,6 +72,15 @@ class ModelFiles(Protocol):
         """Of the file's content, without a download where the hub states it."""
         ...
 
+    @property
+    def is_remote(self) -> bool:
+        """Whether it is a model of the hub."""
+        ...
+
+    def read(self, name: str, start: int, stop: int) -> bytes:
+        """Bytes [start, stop) of a weight file, without a download of the rest. Raises ModelError."""
+        ...
+
     def headers(self, names: Collection[str], progress: Progress) -> dict[str, TensorSpec]:
         """The tensors of weight files, without a download of their weights. Raises BrokenModel."""
         ...
@@ -144,22 +153,13 @@ def read_json(files: ModelFiles, name: str) -> dict[str, object]:
 
 
 def _no_config(files: ModelFiles) -> ModelError:
-    if any(name.endswith(".gguf") for name in files.sizes):
-        return gguf_refused(files.label)
     if "adapter_config.json" in files.sizes:
         return UnsupportedModel(
             f"{files.label} is an adapter, not a model; merge it into its base model and serve the result"
         )
     return ModelNotFound(
-        f"{files.label} has no {CONFIG}, so it isn't a model in Hugging Face layout; "
-        f"name the directory that holds {CONFIG} and *.safetensors"
-    )
-
-
-def gguf_refused(label: str) -> UnsupportedModel:
-    return UnsupportedModel(
-        f"{label} is GGUF, and serving GGUF files directly isn't supported yet; "
-        "use the same model in Hugging Face layout (config.json and *.safetensors)"
+        f"{files.label} has no {CONFIG}, so it isn't a model in Hugging Face layout, and no GGUF file; "
+        f"name the directory that holds {CONFIG} and *.safetensors, or a file *.gguf"
     )
 
 
@@ -204,8 +204,6 @@ def _no_weights(files: ModelFiles) -> ModelError:
             "the code of whoever made it; use a version with *.safetensors, or convert it with "
             "https://huggingface.co/spaces/safetensors/convert"
         )
-    if any(name.endswith(".gguf") for name in names):
-        return gguf_refused(files.label)
     return ModelNotFound(
         f"{files.label} has no weights ({WEIGHTS}, or {WEIGHTS_INDEX} with its shards); fetch them into it"
     )

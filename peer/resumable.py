@@ -52,18 +52,42 @@ def _kept_bytes(partial: Path, size: int) -> int:
     return have
 
 
-def _receive(url: str, partial: Path, have: int, report: Callable[[int], None]) -> None:
+def fetch_piece(url: str, start: int, stop: int) -> bytes:
+    """Bytes [start, stop) of a file, and no others. Raises the errors of huggingface_hub and of HTTP."""
+    from huggingface_hub.utils import get_session, hf_raise_for_status  # type: ignore[attr-defined]
+
+    location, headers = _place(url)
+    headers["Range"] = f"bytes={start}-{stop - 1}"
+    piece = bytearray()
+    with get_session().stream("GET", location, headers=headers, follow_redirects=True) as response:
+        hf_raise_for_status(response)
+        if start and response.status_code != 206:
+            raise ConnectionError("the server knows no byte ranges")
+        for chunk in response.iter_bytes():
+            piece += chunk
+            if len(piece) >= stop - start:  # or it sends the whole file
+                break
+    if len(piece) < stop - start:
+        raise ConnectionError(f"the server sends {len(piece):,} of {stop - start:,} bytes")
+    return bytes(piece[: stop - start])
+
+
+def _place(url: str) -> tuple[str, dict[str, str]]:
+    """Where the file really is, and the headers with which to ask there."""
     from huggingface_hub import get_hf_file_metadata
-    from huggingface_hub.utils import (  # type: ignore[attr-defined]
-        build_hf_headers,
-        get_session,
-        hf_raise_for_status,
-    )
+    from huggingface_hub.utils import build_hf_headers
 
     headers = {**build_hf_headers(), "Accept-Encoding": "identity"}
     location = get_hf_file_metadata(url).location
     if urlsplit(location).netloc != urlsplit(url).netloc:
         headers = _without_token(headers)  # the storage behind the hub has no business with it
+    return location, headers
+
+
+def _receive(url: str, partial: Path, have: int, report: Callable[[int], None]) -> None:
+    from huggingface_hub.utils import get_session, hf_raise_for_status  # type: ignore[attr-defined]
+
+    location, headers = _place(url)
     if have:
         headers["Range"] = f"bytes={have}-"
     with get_session().stream("GET", location, headers=headers, follow_redirects=True) as response:

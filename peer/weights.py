@@ -3,7 +3,7 @@
 Invariant: at no time is more than the span's own bytes plus a piece of one tensor's conversion held, and a
 loaded span depends on no file and no page cache.
 
-How tensors are stored is the business of a `WeightFormat` (`_format`): `peer.safetensors_weights`.
+How tensors are stored is the business of a `WeightFormat` (`_format`): `peer.safetensors_weights`, `peer.gguf_weights`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from transformers import PreTrainedModel
 
 from peer.checkpoint import Checkpoint, Part, WeightFormat
+from peer.gguf_weights import GgufFormat
 from peer.model import SpanModel
 from peer.outline import Outline, build_full, put_tensor
 from peer.proof import proven_outline
@@ -29,6 +30,8 @@ Progress = Callable[[int, int], None]  # bytes so far, bytes in all (as they wil
 
 def _format(checkpoint: Checkpoint) -> WeightFormat:
     """How this checkpoint's weights are stored."""
+    if any(spec.file.lower().endswith(".gguf") for spec in checkpoint.tensors.values()):
+        return GgufFormat()
     return SafetensorsFormat()
 
 

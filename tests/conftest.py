@@ -20,16 +20,19 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture(scope="session")
-def smollm2_dir() -> Path:
-    """SmolLM2-135M-Instruct in Hugging Face layout, downloaded once on a machine.
+def smollm2_file() -> Path:
+    """SmolLM2-135M-Instruct as a GGUF file, downloaded once on a machine, and its tokenizer, converted once.
 
     Where that is impossible (no network, no disk) the tests that need it fail with the reason: they are the
     main job, and a run without them must not look green.
     """
-    from peer.smollm2 import ensure_smollm2
+    from peer.smollm2 import SMOLLM2, packaged_file
+    from peer.source import prepare_smollm2
     from swarm.state import StateDir
 
-    return ensure_smollm2(StateDir.open().cache)
+    cache = StateDir.open().cache
+    prepare_smollm2(cache)
+    return packaged_file(cache, SMOLLM2)
 
 
 @pytest.fixture(scope="session")

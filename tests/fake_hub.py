@@ -19,7 +19,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
-LARGE = ".safetensors"  # these are in large file storage, with SHA-256; all else is a git blob
+LARGE = (".safetensors", ".gguf")  # these are in large file storage, with SHA-256; all else is a git blob
 
 
 @dataclass
@@ -82,7 +82,7 @@ class FakeHub:
         if parts[:2] == ["api", "models"]:
             revision, tree = (parts[5] if len(parts) > 5 else "main"), "tree" in parts[4:5]
             return self._describe(request, "/".join(parts[2:4]), revision, tree)
-        return self._file(request, "/".join(parts[:2]), parts[3], parts[4])
+        return self._file(request, "/".join(parts[:2]), parts[3], "/".join(parts[4:]))
 
     def _entry(self, repo: Repo, file: str) -> dict[str, object]:
         large = {"oid": _etag(repo, file), "size": len(repo.files[file]), "pointerSize": 130}

@@ -14,15 +14,18 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import gguf  # noqa: F401
 import torch
 import transformers.models.deepseek_v3.modeling_deepseek_v3
 import transformers.models.gpt_oss.modeling_gpt_oss
 import transformers.models.llama.modeling_llama
 import transformers.models.mixtral.modeling_mixtral  # noqa: F401
 
+import peer.gguf_source
 from peer.checkpoint import no_progress
 from peer.directory import open_directory
 from peer.fingerprint import FileHashes
+from peer.gguf_choice import gguf_parts
 from peer.layout import load_config, quantisation_of, read_layout
 from peer.quantisation import weights_of
 from peer.source import ModelSource
@@ -33,9 +36,15 @@ from routing.spans import Span
 def describe(directory: Path) -> ModelSource:
     """As `resolve_model` does, but for the fingerprint: hashing isn't loading, and these files are huge."""
     files = open_directory(str(directory), FileHashes(directory / "hashes"))
+    parts = gguf_parts(files, None)
+    if parts:
+        peer.gguf_source.make_gguf_bundle = lambda *_: {}
+        config, cache = lambda config: config, directory / "cache"
+        model = peer.gguf_source.describe_gguf(files, parts, config, cache, no_progress)
+        return ModelSource("sparse", b"", model.config, model.tensors, files, {})
     layout = read_layout(files, no_progress)
     tensors = weights_of(files.headers(layout.weights, no_progress), quantisation_of(files))
-    return ModelSource("sparse", b"", load_config(files), tensors, files, layout, {})
+    return ModelSource("sparse", b"", load_config(files), tensors, files, {})
 
 
 def figures(case: dict[str, Any]) -> dict[str, int]:

@@ -29,7 +29,7 @@ from tests.processes import ROOT, command, environment
 ANY_FREE_BYTES = 1 << 40
 
 
-def test_whatever_the_order_of_arrival_every_layer_has_two_peers(smollm2_dir: Path) -> None:
+def test_whatever_the_order_of_arrival_every_layer_has_two_peers(smollm2_file: Path) -> None:
     source = resolve_model("smollm2", cache=StateDir.open().cache)
     capacities = {}
     for name, memory in PEERS:
@@ -67,7 +67,7 @@ def test_ctrl_c_does_not_wait_for_a_download(monkeypatch: pytest.MonkeyPatch, tm
         with pytest.raises(asyncio.CancelledError):
             await waiting
 
-    monkeypatch.setattr("peer.demo.ensure_smollm2", download)
+    monkeypatch.setattr("peer.demo.prepare_smollm2", download)
     asyncio.run(interrupted())  # ends although the download hasn't
     over.set()
 
@@ -76,7 +76,7 @@ async def test_what_keeps_the_model_away_is_told(monkeypatch: pytest.MonkeyPatch
     def fail(*_: object) -> None:
         raise ModelError("no network")
 
-    monkeypatch.setattr("peer.demo.ensure_smollm2", fail)
+    monkeypatch.setattr("peer.demo.prepare_smollm2", fail)
     with pytest.raises(ModelError, match="no network"):
         await _prepared(tmp_path, no_progress)
 

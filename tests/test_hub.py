@@ -23,8 +23,17 @@ from peer import resumable
 from peer.source import ModelSource, resolve_model
 from peer.weights import load_span, span_tensors
 from routing.spans import Span
-from swarm.errors import BrokenModel, CapacityError, GatedModel, ModelError, ModelNotFound, UnsupportedModel
-from tests.fake_hub import FakeHub, Pause, Repo
+from swarm.errors import (
+    BrokenModel,
+    CapacityError,
+    GatedModel,
+    ModelError,
+    ModelNotFound,
+    UnsupportedModel,
+    UsageError,
+)
+from tests.fake_hub import COMMIT, FakeHub, Pause, Repo
+from tests.gguf_files import Kind, convert_here, write_gguf
 from tests.processes import ROOT, environment
 from tests.published import publish_gpt_oss
 from tests.tiny_model import LAYERS, change_json, shard_of, weights, write_tiny_model
@@ -46,6 +55,11 @@ class World(NamedTuple):
         for key, value in options.items():
             setattr(repo, key, value)
         return repo
+
+    def cached(self, file: str, size: int) -> bool:
+        """Whether the whole of a file is in huggingface_hub's cache."""
+        found = huggingface_hub.try_to_load_from_cache("org/tiny-GGUF", file, revision=COMMIT)
+        return isinstance(found, str) and Path(found).stat().st_size == size
 
     def offline(self) -> None:
         self.monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
@@ -258,7 +272,7 @@ def test_no_network_says_what_helps(world: World) -> None:
         ("pickle", UnsupportedModel, "only pickled weights"),
         ("remote code", UnsupportedModel, "needs remote code"),
         ("quantised", UnsupportedModel, "is quantised (gptq)"),
-        ("gguf", UnsupportedModel, "GGUF"),
+        ("gguf", BrokenModel, "x.gguf can't be used: its 1 bytes don't begin as a GGUF file does"),
         ("shard", BrokenModel, "lacks model-00002-of-00005.safetensors of the 6 weight files"),
         ("config", BrokenModel, "config.json of org/tiny isn't JSON (line 1, column 2"),
         ("cut", BrokenModel, "model-00002-of-00005.safetensors can't be used: it is truncated"),
@@ -504,3 +518,101 @@ def test_a_full_disk_is_no_trouble_with_the_hub(world: World) -> None:
     with pytest.raises(OSError, match=r"No space left on device: '.*\.layerswarm'") as caught:
         source.fetch_tensors(layer(1))
     assert caught.value.errno == errno.ENOSPC
+
+
+# -- GGUF ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def quantised(world: World, tmp_path: Path) -> Repo:
+    """A repository as people publish them: several quantisations, a split one in a folder, no config."""
+    world.monkeypatch.setattr("peer.gguf_tokenizer.run_child", convert_here)
+    folder = tmp_path / "gguf"
+    (folder / "BF16").mkdir(parents=True)
+    write_gguf(folder / "tiny-Q8_0.gguf", "llama", Kind.Q8_0)
+    write_gguf(folder / "tiny-Q4_0.gguf", "llama 3", Kind.Q4_0)
+    write_gguf(folder / "BF16" / "tiny-BF16.gguf", "llama", Kind.BF16, split=5)
+    files = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*.gguf")}
+    world.hub.repos["org/tiny-GGUF"] = repo = Repo({**files, "README.md": b"hello", "mmproj-tiny.gguf": b"x"})
+    return repo
+
+
+def test_a_gguf_model_of_the_hub_is_described_by_its_header_alone(world: World, quantised: Repo) -> None:
+    source = world.resolve("org/tiny-GGUF:Q4_0")
+    assert source.served_name == "tiny-Q4_0"
+    assert source.config.rope_parameters["rope_type"] == "llama3"  # which is in a tensor
+    asked = [span.removeprefix("bytes=").split("-") for span in world.hub.downloads("tiny-Q4_0.gguf")]
+    size = len(quantised.files["tiny-Q4_0.gguf"])
+    assert asked[0] == ["0", str(size - 1)]  # a tiny file is smaller than what a header may have
+    assert len(asked) == 2
+    assert int(asked[1][1]) - int(asked[1][0]) + 1 == 8 * 4
+    assert world.hub.downloads("tiny-Q8_0.gguf") == []
+
+
+def test_only_as_much_as_the_header_takes_is_read(world: World, quantised: Repo) -> None:
+    world.monkeypatch.setattr("peer.gguf_header.FIRST_BYTES", 3_000)
+    world.resolve("org/tiny-GGUF:Q8_0")
+    asked = world.hub.downloads("tiny-Q8_0.gguf")
+    assert asked == ["bytes=0-2999", "bytes=3000-11999"]
+    assert len(quantised.files["tiny-Q8_0.gguf"]) > 100_000
+    world.resolve("org/tiny-GGUF:Q8_0")
+    assert world.hub.downloads("tiny-Q8_0.gguf") == asked  # it was kept
+
+
+def test_a_file_of_the_hub_is_fetched_verified_and_is_the_file_on_a_disk(
+    world: World, quantised: Repo, tmp_path: Path
+) -> None:
+    source = world.resolve("org/tiny-GGUF/tiny-Q8_0.gguf")
+    on_disk = resolve_model(str(tmp_path / "gguf" / "tiny-Q8_0.gguf"), cache=world.cache)
+    assert source.fingerprint == on_disk.fingerprint
+    assert source.served_name == on_disk.served_name == "tiny-Q8_0"
+    source.fetch_tensors(span_tensors(source, Span(1, 2)))
+    loaded, again = (load_span(one, Span(1, 2), torch.float32) for one in (source, on_disk))
+    assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), again.parameters(), strict=True))
+    world.offline()
+    assert world.resolve("org/tiny-GGUF:Q8_0").fingerprint == source.fingerprint
+
+
+def test_of_a_split_model_only_the_parts_of_the_span_are_fetched(world: World, quantised: Repo) -> None:
+    source = world.resolve("org/tiny-GGUF:BF16")
+    assert source.served_name == "tiny-BF16"
+    assert len({spec.file for spec in source.tensors.values()}) == 6
+    needed = source.files_of(span_tensors(source, Span(1, 2)))
+    assert 0 < len(needed) < 6
+    source.fetch_tensors(span_tensors(source, Span(1, 2)))
+    whole = {path for path, content in quantised.files.items() if (world.cached(path, len(content)))}
+    assert whole == set(needed)
+    load_span(source, Span(1, 2), torch.float32)
+
+
+def test_a_repository_of_several_gguf_models_says_how_to_name_one(world: World, quantised: Repo) -> None:
+    text = refusal(world, UsageError, "org/tiny-GGUF")
+    assert "org/tiny-GGUF has 3 models in GGUF files (" in text
+    assert "Q8_0" in text and "say which: org/tiny-GGUF:" in text
+    named = text.rpartition("say which: ")[2]
+    assert world.resolve(named).layers == 3  # what it says works
+    text = refusal(world, ModelNotFound, "org/tiny-GGUF:Q5_K_M")
+    assert "has no GGUF file called Q5_K_M; there are" in text
+    assert "has no other.gguf; there are" in refusal(world, ModelNotFound, "org/tiny-GGUF/other.gguf")
+
+
+def test_a_repository_with_one_gguf_model_needs_no_more_words(world: World, quantised: Repo) -> None:
+    del quantised.files["tiny-Q4_0.gguf"]
+    for path in [path for path in quantised.files if path.startswith("BF16/")]:
+        del quantised.files[path]
+    assert world.resolve("org/tiny-GGUF").served_name == "tiny-Q8_0"
+
+
+def test_a_gguf_file_that_is_not_what_the_hub_states_is_refused(world: World, quantised: Repo) -> None:
+    quantised.stated["tiny-Q8_0.gguf"] = "ab" * 32
+    source = world.resolve("org/tiny-GGUF:Q8_0")
+    with pytest.raises(BrokenModel, match=r"tiny-Q8_0\.gguf of org/tiny-GGUF.* hash isn't the one"):
+        source.fetch_tensors(span_tensors(source, Span(0, 1)))
+
+
+def test_a_gguf_model_that_cannot_be_served_is_refused_before_a_download(world: World, quantised: Repo) -> None:
+    world.monkeypatch.setattr("peer.gguf_header.FIRST_BYTES", 3_000)
+    content = quantised.files["tiny-Q8_0.gguf"]
+    quantised.files["tiny-Q8_0.gguf"] = content.replace(b"\x05\0\0\0\0\0\0\0llama", b"\x05\0\0\0\0\0\0\0rwkv7", 1)
+    assert "is a rwkv7 model" in refusal(world, UnsupportedModel, "org/tiny-GGUF:Q8_0")
+    assert all(span for span in world.hub.downloads("tiny-Q8_0.gguf"))

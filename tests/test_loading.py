@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import gguf
+import numpy as np
 import psutil
 import pytest
 
@@ -25,10 +27,13 @@ Tensors = dict[str, tuple[str, tuple[int, ...]]]  # name -> safetensors' dtype, 
 
 
 class Case(NamedTuple):
+    """config: of transformers; in a GGUF file (is_gguf) its metadata, after the architecture's name."""
+
     config: dict[str, Any]
     tensors: Tensors
     dtype: str = "float32"
     layers: tuple[int, int] = (1, 2)
+    is_gguf: bool = False
 
 
 def llama(vocab: int = 64) -> Case:
@@ -128,6 +133,25 @@ def gpt_oss() -> Case:
     return Case(config, tensors | ends(64, width))
 
 
+def gguf_llama(kind: str, width: int = 1536, vocab: int = 64, experts: int = 0) -> Case:
+    """Or mixtral, where there are experts."""
+    inner = 3072 if experts else 6144
+    tensors: Tensors = {"token_embd.weight": (kind, (vocab, width))}
+    for layer in range(LAYERS):
+        at = f"blk.{layer}"
+        tensors |= {f"{at}.attn_{name}.weight": (kind, (width, width)) for name in ("q", "k", "v", "output")}
+        of, stacked = ("_exps", (experts,)) if experts else ("", ())
+        tensors |= {f"{at}.ffn_{name}{of}.weight": (kind, (*stacked, inner, width)) for name in ("gate", "up")}
+        tensors[f"{at}.ffn_down{of}.weight"] = (kind, (*stacked, width, inner))
+        tensors |= {f"{at}.{name}_norm.weight": ("F32", (width,)) for name in ("attn", "ffn")}
+        if experts:
+            tensors[f"{at}.ffn_gate_inp.weight"] = ("F32", (experts, width))
+    tensors |= {"output_norm.weight": ("F32", (width,)), "output.weight": (kind, (vocab, width))}
+    metadata = {"embedding_length": width, "feed_forward_length": inner, "attention.head_count": width // 128}
+    metadata |= {"expert_count": experts, "expert_used_count": 2, "attention.layer_norm_rms_epsilon": 1e-5}
+    return Case(metadata, tensors, layers=(1, 2) if experts else (1, 3), is_gguf=True)
+
+
 def norms(at: str, width: int) -> Tensors:
     return {f"{at}.{name}_layernorm.weight": ("BF16", (width,)) for name in ("input", "post_attention")}
 
@@ -141,9 +165,36 @@ def ends(vocab: int, width: int) -> Tensors:
     }
 
 
+def write_sparse_gguf(directory: Path, case: Case) -> Path:
+    """One file of zeros that take no room on the disk, in the order in which they are listed."""
+    writer = gguf.GGUFWriter(directory / "sparse.gguf", "llama")
+    writer.add_block_count(LAYERS)
+    writer.add_context_length(128)
+    for key, value in case.config.items():
+        add = writer.add_float32 if isinstance(value, float) else writer.add_uint32
+        add(f"llama.{key}", value)
+    size = 0
+    for name, (kind, shape) in case.tensors.items():
+        number = gguf.GGMLQuantizationType[kind]
+        block, block_bytes = gguf.GGML_QUANT_SIZES[number]
+        nbytes = math.prod(shape) // block * block_bytes
+        stored = (*shape[:-1], shape[-1] // block * block_bytes)
+        writer.add_tensor_info(name, stored, np.dtype(np.uint8), nbytes, raw_dtype=number)
+        size += -(-nbytes // 32) * 32
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    writer.close()
+    with (directory / "sparse.gguf").open("ab") as stream:
+        stream.truncate(stream.tell() + size + 32)
+    return directory
+
+
 def write_sparse(directory: Path, case: Case) -> Path:
     """Two shards of zeros that take no room on the disk: the embedding's and the span's, and the head's."""
     directory.mkdir()
+    if case.is_gguf:
+        return write_sparse_gguf(directory, case)
     config = {"num_hidden_layers": LAYERS, "pad_token_id": 0, "max_position_embeddings": 128, **case.config}
     write_json(directory / "config.json", config)
     last = [
@@ -179,6 +230,9 @@ CASES: Mapping[str, Case] = {
     "fp8": deepseek_v3(),
     "mxfp4": gpt_oss(),
     "files beyond memory": beyond_memory(),
+    "GGUF, Q4_K": gguf_llama("Q4_K"),
+    "GGUF, Q6_K, experts, bfloat16": gguf_llama("Q6_K", 1024, experts=16)._replace(dtype="bfloat16"),
+    "a GGUF file beyond memory": gguf_llama("Q8_0", vocab=2 * psutil.virtual_memory().total // 1536),
 }
 
 
@@ -189,7 +243,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, int]
     cases = []
     for name, case in CASES.items():
         directory = write_sparse(parent / name, case)
-        beyond = name == "files beyond memory"
+        beyond = "beyond memory" in name
         given = {"directory": str(directory), "layers": case.layers, "dtype": case.dtype}
         cases.append({**given, "address_space": allowed(span_bytes(case)) if beyond else 0})
     done = subprocess.run(
@@ -207,7 +261,8 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, int]
 def span_bytes(case: Case) -> int:
     """By hand, from the shapes that were written: two numbers a byte in mxfp4, one a byte in fp8."""
     total, item = 0, {"float32": 4, "bfloat16": 2}[case.dtype]
-    layers = tuple(f"model.layers.{layer}." for layer in range(*case.layers))
+    stem = "blk" if case.is_gguf else "model.layers"
+    layers = tuple(f"{stem}.{layer}." for layer in range(*case.layers))
     for name, (_, shape) in case.tensors.items():
         if name.startswith(layers) and "scale" not in name:
             total += math.prod(shape) * (2 if name.endswith("_blocks") else 1) * item

@@ -45,11 +45,12 @@ def messages_of(prompt: dict[str, Any]) -> Any:
 
 
 class Oracle:
-    """transformers on the very GGUF that the swarm's weights come from, as converted for it."""
+    """transformers' own reading of the GGUF file that the swarm serves."""
 
-    def __init__(self, directory: Path) -> None:
-        self.tokenizer = AutoTokenizer.from_pretrained(directory)
-        self.model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    def __init__(self, file: Path) -> None:
+        self.tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+        whole = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+        self.model = whole.eval()
         self._known: dict[str, list[int]] = {}
 
     def encode(self, prompt: dict[str, Any]) -> list[int]:
@@ -101,9 +102,9 @@ def assert_same(oracle: Oracle, prompt: dict[str, Any], ours: list[int], tokens:
 
 
 @pytest.fixture(scope="module")
-def oracle(smollm2_dir: Path) -> Oracle:
+def oracle(smollm2_file: Path) -> Oracle:
     torch.set_num_threads(2)
-    return Oracle(smollm2_dir)
+    return Oracle(smollm2_file)
 
 
 # ---------------------------------------------------------------- the swarm
@@ -137,7 +138,7 @@ class Eight:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def eight(smollm2_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Eight]:
+async def eight(smollm2_file: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Eight]:
     home = tmp_path_factory.mktemp("swarm")
     async with LocalSwarm("smollm2", home, StateDir.open().cache) as swarm:
         made = Eight(swarm, home)

@@ -69,7 +69,7 @@ asyncio.run(main(*map(int, sys.argv[1:5]), sys.argv[5]))
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="anonymous memory is read from /proc")
-def test_a_middle_span_takes_little_more_than_its_weights_kv_and_journal(smollm2_dir: Path, tmp_path: Path) -> None:
+def test_a_middle_span_takes_little_more_than_its_weights_kv_and_journal(smollm2_file: Path, tmp_path: Path) -> None:
     arguments = [*map(str, (*SPAN, CONTEXT, CHUNK)), str(tmp_path)]
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, *arguments],

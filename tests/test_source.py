@@ -140,20 +140,6 @@ def test_a_file_in_place_of_a_directory(model: Path, cache: Path) -> None:
     assert "is a file; name the directory" in refusal(model / "model.safetensors", cache, ModelNotFound)
 
 
-@pytest.mark.parametrize("exists", [True, False])
-def test_a_gguf_file_names_the_alternative(tmp_path: Path, cache: Path, exists: bool) -> None:
-    if exists:
-        (tmp_path / "x.gguf").write_bytes(b"GGUF")
-    text = refusal(tmp_path / "x.gguf", cache, UnsupportedModel)
-    assert "serving GGUF files directly isn't supported yet" in text
-    assert "Hugging Face layout" in text
-
-
-def test_a_directory_of_gguf_files_names_the_alternative(tmp_path: Path, cache: Path) -> None:
-    (tmp_path / "x.gguf").write_bytes(b"GGUF")
-    assert "isn't supported yet" in refusal(tmp_path, cache, UnsupportedModel)
-
-
 def test_no_config(model: Path, cache: Path) -> None:
     (model / "config.json").unlink()
     assert "has no config.json" in refusal(model, cache, ModelNotFound)

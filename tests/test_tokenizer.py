@@ -15,8 +15,10 @@ from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, LlamaConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from peer.source import resolve_model
 from swarm.detokenizer import CleanUpStage, StopStage, WindowStage
 from swarm.errors import MessageError, TemplateFailed, UsageError
+from swarm.state import StateDir
 from swarm.tokenizer import BYTE_OF, EncodedPrompt, ModelFacts, SamplingDefaults, TextCodec, bundle_hash
 
 LINES = [
@@ -180,8 +182,11 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
 
 
 @pytest.fixture(scope="module")
-def smollm2(smollm2_dir: Path) -> Iterator[Pair]:
-    made = read_pair(smollm2_dir, {**FACTS, "vocab_size": 49152})
+def smollm2(smollm2_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    folder = tmp_path_factory.mktemp("smollm2")
+    for name, content in resolve_model("smollm2", cache=StateDir.open().cache).tokenizer_files().items():
+        (folder / name).write_bytes(content)
+    made = read_pair(folder, {**FACTS, "vocab_size": 49152})
     yield made
     made.ours.close()
 
