@@ -226,7 +226,8 @@ class Invariants:
             bounds["objections owed"] = (len(one._objections), neighbour.MAX_OBJECTIONS)
             bounds["objections made"] = (len(one._objected), neighbour.MAX_OBJECTIONS)
             bounds["snapshots owed"] = (len(one._snapshots), neighbour.MAX_SNAPSHOTS)
-        groups = Counter(group for held in known.held() for group in places.groups_of(held.addresses))
+        crowded = known.held() if len(known) > places.MAX_PER_GROUP else ()
+        groups = Counter(group for held in crowded for group in places.groups_of(held.addresses))
         for group, found in groups.items():
             bounds[f"peers at {group}"] = (found, places.MAX_PER_GROUP)
         for what, (found, most) in bounds.items():
