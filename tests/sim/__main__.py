@@ -1,5 +1,7 @@
 """Run registry trials by hand: `python -m tests.sim --seeds 1000 [--start S] [--jobs J]`, or one with `--seed N [-v]`.
 
+With `--without RULE` one rule of the core is taken away (see mutations.py); then the first failure ends the run.
+
 Prints one line for each failed seed, with the command that replays it, and a summary. The exit status is the
 number of failures (at most 100).
 """
@@ -7,6 +9,7 @@ number of failures (at most 100).
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import multiprocessing
 import sys
@@ -14,14 +17,17 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import nullcontext
 
+from tests.sim.mutations import RULES, without
 from tests.sim.registry_trial import Outcome, Trial
 
 
-def attempt(seed: int) -> tuple[int, Outcome | None, str]:
+def attempt(seed: int, rule: str | None = None) -> tuple[int, Outcome | None, str]:
     """A trial's outcome, or what went wrong."""
     try:
-        return seed, Trial(seed).run(), ""
+        with without(rule) if rule is not None else nullcontext():
+            return seed, Trial(seed).run(), ""
     except Exception as error:
         return seed, None, f"{type(error).__name__}: {error}"
 
@@ -41,13 +47,13 @@ def run_one(seed: int, verbose: bool) -> int:
     return 0
 
 
-def run_many(seeds: Iterator[int], jobs: int, minutes: float | None) -> int:
+def run_many(seeds: Iterator[int], jobs: int, minutes: float | None, rule: str | None) -> int:
     began, failed, done = time.monotonic(), 0, 0
     counts: Counter[str] = Counter()
     agreed: list[float] = []
     peers = events = 0
     with multiprocessing.get_context("spawn").Pool(jobs) if jobs > 1 else _Here() as pool:
-        for seed, outcome, wrong in pool.imap_unordered(attempt, seeds):
+        for seed, outcome, wrong in pool.imap_unordered(functools.partial(attempt, rule=rule), seeds):
             done += 1
             if outcome is None:
                 failed += 1
@@ -58,6 +64,8 @@ def run_many(seeds: Iterator[int], jobs: int, minutes: float | None) -> int:
                 counts += outcome.counts
                 agreed.append(outcome.agreed_s)
                 peers, events = peers + outcome.peers, events + outcome.events
+            if failed and rule is not None:
+                break
             if minutes is not None and time.monotonic() - began > 60 * minutes:
                 break
     took = time.monotonic() - began
@@ -94,11 +102,12 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1, help="processes side by side")
     parser.add_argument("--minutes", type=float, help="stop after so long, whatever --seeds says")
     parser.add_argument("-v", "--verbose", action="store_true", help="tell every event of --seed")
+    parser.add_argument("--without", choices=sorted(RULES), metavar="RULE", help=", ".join(sorted(RULES)))
     options = parser.parse_args()
     if options.seed is not None:
         return run_one(options.seed, options.verbose)
     seeds = itertools.islice(itertools.count(options.start), options.seeds)
-    return run_many(seeds, options.jobs, options.minutes)
+    return run_many(seeds, options.jobs, options.minutes, options.without)
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ from swarm.records import (
     record_hash,
     sign_record,
 )
+from swarm.table import head_id
 from tests.sim.network import End, Host
 from tests.sim.records import descriptor
 
@@ -44,10 +45,10 @@ KEPT = 400  # records of others, to be used against them
 STREAMS = 3  # to honest peers, usually
 FLOOD = 1000  # identities
 FLOOD_AT_ONCE = 20  # 16 KiB
-FLOOD_ADDRESS = "203.0.113"  # all in one /24
+FLOOD_ADDRESS = "93.184.216"  # one /24, and public: what documentation uses is exempt from the limits
 ATTACKS = (
     "forge", "flip_a_bit", "replay", "age_falsely", "come_from_the_future", "send_too_much", "contradict",
-    "mix", "say_goodbye_for_others", "send_rubbish", "break_manners", "ask_without_end", "crowd",
+    "mix", "say_goodbye_for_others", "send_rubbish", "break_manners", "ask_without_end", "take_nothing", "crowd",
 )  # fmt: skip
 
 
@@ -136,14 +137,18 @@ class Hostile:
         lease_s = changes.pop("lease_s", 15.0)
         names = {"addresses": (self.host.address,), "name": self.host.name} | changes
         about = sign_record(signer, descriptor(peer=signer.peer_id, seq=seq, **names))
+        return self._beat(signer, about, int(seq) + 1, float(lease_s)), about  # type: ignore[call-overload, arg-type]
+
+    def _beat(self, signer: Identity, about: bytes, seq: int, lease_s: float = 15.0) -> bytes:
+        """A heartbeat for this descriptor."""
         beat = Heartbeat(
             peer=signer.peer_id,
-            seq=int(seq) + 1,  # type: ignore[call-overload]
+            seq=seq,
             descriptor_hash=record_hash(about),
             issued_ms=self.host.wall_ms(),
-            lease_s=float(lease_s),  # type: ignore[arg-type]
+            lease_s=lease_s,
         )
-        return sign_record(signer, beat), about
+        return sign_record(signer, beat)
 
     # ------------------------------------------------------------ attacks
 
@@ -202,15 +207,20 @@ class Hostile:
     def _contradict(self, end: End) -> None:
         """Two descriptors of one number, to two peers."""
         self._seq += 2
-        one, other = (self._own(seq=self._seq, name=name) for name in ("one", "other"))
+        one, other = (self._own(seq=self._seq, name=name, lease_s=MAX_LEASE_S) for name in ("one", "other"))
         self._tell(end, Told(one[0], 0.0, one[1]))
         self._tell(self._rng.choice(self._ends), Told(other[0], 0.0, other[1]))
 
     def _mix(self, end: End) -> None:
-        """A heartbeat with a descriptor that isn't its own."""
+        """A heartbeat with a descriptor that isn't its own, or unsigned, or newer than itself."""
         told, (head, about) = self._theirs(), self._own()
-        other = told.descriptor if told is not None and told.descriptor is not None else self._own()[1]
-        self._tell(end, self._rng.choice([Told(head, 0.0, other), Told(about, 0.0), Told(head, 0.0, head)]))
+        records = [Told(head, 0.0, self._own()[1]), Told(about, 0.0), Told(head, 0.0, head)]
+        if told is not None and told.descriptor is not None:
+            records.append(Told(head, 0.0, told.descriptor))
+        unsigned = bytes(SIGNATURE_BYTES) + about[SIGNATURE_BYTES:]
+        records.append(Told(self._beat(self.identity, unsigned, self._seq + 1), 0.0, unsigned))
+        records.append(Told(self._beat(self.identity, about, self._seq), 0.0, about))
+        self._tell(end, self._rng.choice(records))
 
     def _say_goodbye_for_others(self, end: End) -> None:
         told = self._theirs()
@@ -239,6 +249,15 @@ class Hostile:
             end.send(
                 rng.choice([Ask(ids, ()), Offer(ids, ()), Offer((), ids), Digest((rng.randbytes(8),) * 512)])
             )
+
+    def _take_nothing(self, end: End) -> None:
+        """Ask for what is there until the stream is full, and then for more and more."""
+        end.reading = False
+        known = [head_id(told.head) for told in self._stolen]
+        for at in range(len(known)):
+            end.send(Ask((known[at],), ()))
+        for _ in range(6):
+            end.send(Ask(tuple(self._rng.randbytes(8) for _ in range(900)), ()))
 
     def _crowd(self, end: End) -> None:
         """Many streams at once to one peer."""

@@ -19,11 +19,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from swarm import circle, neighbour, places, registry, table
+from swarm.circle import KEPT_NEIGHBOURS, MAX_ADDRESSES, MAX_NEIGHBOURS
 from swarm.identity import PeerId, peer_id
 from swarm.messages import Delta, Told
-from swarm.table import Held
+from swarm.neighbour import MAX_OBJECTIONS, MAX_OWED, MAX_SNAPSHOTS, Kind
+from swarm.places import MAX_PEERS, MAX_PER_GROUP, MAX_TURNED_AWAY, groups_of
+from swarm.registry import MAX_ASKED
+from swarm.table import MAX_GONE, MAX_SEEN, Held
 from tests.sim.network import End
+from tests.sim.records import Signed
 
 if TYPE_CHECKING:
     from tests.sim.registry_world import Participant, RegistryWorld
@@ -46,10 +50,12 @@ class _Seen:
 
 @dataclass
 class _Memory:
-    """Of one participant. stretch: head -> seconds that its tellings were on their way to here."""
+    """Of one participant. stretch: head -> seconds that its tellings were on their way to here. held_at: head ->
+    when it was held here first (true time): nobody can make it younger than that."""
 
     seen: dict[PeerId, _Seen] = field(default_factory=dict)
     stretch: dict[bytes, float] = field(default_factory=dict)
+    held_at: dict[bytes, float] = field(default_factory=dict)
 
 
 class Invariants:
@@ -82,7 +88,7 @@ class Invariants:
             seen = memory.seen.get(peer)
             self._stretch(memory, told, signed.at, sender, end.transit_s)
             if seen is not None and seen.head == told.head:  # another opinion on its age
-                seen.expires = max(seen.expires, signed.at + signed.values["l"] + memory.stretch[told.head])
+                seen.expires = max(seen.expires, self._expires(memory, told.head, signed))
             self.look_at(here, peer)
 
     def _stretch(
@@ -131,13 +137,18 @@ class Invariants:
         signed = self._world.notary.signed[held.head_bytes]
         if signed.owner == here.peer and not here.client:
             memory.stretch.setdefault(held.head_bytes, 0.0)
-        stretch = memory.stretch.get(held.head_bytes)
-        if stretch is None:
+        if held.head_bytes not in memory.stretch:
             raise Violation(f"{here.name} holds a record of {self._name(peer)} that nobody told it")
-        made = _Seen(held.head_bytes, standing, signed.at + signed.values["l"] + stretch)
+        memory.held_at.setdefault(held.head_bytes, self._world.now)
+        made = _Seen(held.head_bytes, standing, self._expires(memory, held.head_bytes, signed))
         self._check_lease(here, held, made)
         memory.seen[peer] = made
         self.counts["records taken"] += 1
+
+    @staticmethod
+    def _expires(memory: _Memory, head: bytes, signed: Signed) -> float:
+        by_age = signed.at + memory.stretch[head]
+        return min(by_age, memory.held_at.get(head, by_age)) + signed.values["l"]
 
     def _standing(self, here: Participant, held: Held) -> tuple[Any, ...]:
         """Where a head stands among those of its owner. Raises Violation unless all of it is the owner's."""
@@ -208,28 +219,28 @@ class Invariants:
     def _check_bounds(self, here: Participant) -> None:
         core, known = here.registry, here.registry.table
         bounds = {
-            "peers": (len(known), places.MAX_PEERS),
-            "tombstones": (len(known._gone), table.MAX_GONE + 1),
-            "heads seen": (len(known._seen), table.MAX_SEEN),
+            "peers": (len(known), MAX_PEERS),
+            "tombstones": (len(known._gone), MAX_GONE + 1),
+            "heads seen": (len(known._seen), MAX_SEEN),
             "lapses": (len(known._lapses), 4 * len(known) + 65),
             "heads by id": (len(known._by_id), len(known)),
-            "heads asked for": (len(core._asked), registry.MAX_ASKED),
-            "old addresses": (len(core._circle._addresses), circle.MAX_ADDRESSES),
+            "heads asked for": (len(core._asked), MAX_ASKED),
+            "old addresses": (len(core._circle._addresses), MAX_ADDRESSES),
         }
-        gossips = [one for one in core.neighbours if one.kind is neighbour.Kind.GOSSIP and not one.visitor]
-        bounds["neighbours"] = (len(gossips), circle.MAX_NEIGHBOURS + circle.KEPT_NEIGHBOURS + 1)
-        bounds["turned away"] = (len(known.places._away), places.MAX_TURNED_AWAY)
+        gossips = [one for one in core.neighbours if one.kind is Kind.GOSSIP and not one.visitor]
+        bounds["neighbours"] = (len(gossips), MAX_NEIGHBOURS + KEPT_NEIGHBOURS + 1)
+        bounds["turned away"] = (len(known.places._away), MAX_TURNED_AWAY)
         for one in core.neighbours:
-            bounds["answers owed"] = (len(one._answers), neighbour.MAX_OWED)
-            bounds["asks owed"] = (len(one._asks), registry.MAX_ASKED)
-            bounds["offers owed"] = (len(one._offers), places.MAX_PEERS + table.MAX_GONE)
-            bounds["objections owed"] = (len(one._objections), neighbour.MAX_OBJECTIONS)
-            bounds["objections made"] = (len(one._objected), neighbour.MAX_OBJECTIONS)
-            bounds["snapshots owed"] = (len(one._snapshots), neighbour.MAX_SNAPSHOTS)
-        crowded = known.held() if len(known) > places.MAX_PER_GROUP else ()
-        groups = Counter(group for held in crowded for group in places.groups_of(held.addresses))
+            bounds["answers owed"] = (len(one._answers), MAX_OWED)
+            bounds["asks owed"] = (len(one._asks), MAX_ASKED)
+            bounds["offers owed"] = (len(one._offers), MAX_PEERS + MAX_GONE)
+            bounds["objections owed"] = (len(one._objections), MAX_OBJECTIONS)
+            bounds["objections made"] = (len(one._objected), MAX_OBJECTIONS)
+            bounds["snapshots owed"] = (len(one._snapshots), MAX_SNAPSHOTS)
+        crowded = known.held() if len(known) > MAX_PER_GROUP else ()
+        groups = Counter(group for held in crowded for group in groups_of(held.addresses))
         for group, found in groups.items():
-            bounds[f"peers at {group}"] = (found, places.MAX_PER_GROUP)
+            bounds[f"peers at {group}"] = (found, MAX_PER_GROUP)
         for what, (found, most) in bounds.items():
             if found > most:
                 raise Violation(f"{here.name} keeps {found} {what}, {most} at most")
@@ -255,6 +266,15 @@ class Invariants:
         if exactly and fresh.keys() != wanted:
             return False
         return all(fresh.get(peer) == expected[peer] for peer in wanted)
+
+    def check_equal(self, among: Iterable[Participant]) -> None:
+        """Whoever lists a peer, a liar too, lists the same of it as the others."""
+        first: dict[PeerId, tuple[str, bytes]] = {}
+        for here in among:
+            for entry in here.registry.live(here.now):
+                name, data = first.setdefault(entry.peer, (here.name, entry.descriptor_bytes))
+                if data != entry.descriptor_bytes:
+                    raise Violation(f"{here.name} and {name} hold other records of {self._name(entry.peer)}")
 
     def _memory(self, here: Participant) -> _Memory:
         if here not in self._of:

@@ -83,6 +83,7 @@ class End:
     arriving_at: float = 0.0
     silent_since: float | None = None  # nothing can come from the other side since then
     held_up: list[tuple[bytes, float]] = field(default_factory=list)  # for the other side, while cut off
+    reading: bool = True  # False: takes nothing more, so that the other side's window fills up
     transit_s: float = 0.0  # how long the message that is handed over now was on its way
     other: End = field(init=False)
 
@@ -370,6 +371,8 @@ class Network:
 
     def _arrive(self, end: End, data: bytes, sent_at: float, counts: bool) -> None:
         sender = end.other
+        if not end.reading and end.open:
+            return
         if counts:
             self._taken(sender)
         if not end.open:

@@ -175,6 +175,7 @@ class Trial:
         world.invariants.sweep()
         if not self._agreed(exactly=True):
             raise AssertionError(f"no agreement any more: {self._differences()}")
+        world.invariants.check_equal(world.there.values())
 
     # ------------------------------------------------------------ who should list whom
 
