@@ -69,8 +69,8 @@ def brief(figures: Iterable[float]) -> bytes:
 
 def from_brief(data: bytes) -> tuple[float, ...]:
     """The reverse of `brief`; an odd last byte is dropped."""
-    halves = struct.unpack(f">{len(data) // 2}H", data[: len(data) // 2 * 2])
-    return tuple(struct.unpack(">f", struct.pack(">I", half << 16))[0] for half in halves)
+    whole = b"".join([data[at : at + 2] + b"\0\0" for at in range(0, len(data) - 1, 2)])
+    return struct.unpack(f">{len(whole) // 4}f", whole)
 
 
 def _read_speed(value: Any) -> Speed:
