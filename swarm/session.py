@@ -56,6 +56,8 @@ from swarm.messages import (
     Close,
     Credit,
     Draining,
+    Extend,
+    Extended,
     Fault,
     HopRef,
     Likelihoods,
@@ -145,12 +147,13 @@ class Chance(Protocol):
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
     """kept: hops that hold this session's KV; a plan that uses them recomputes nothing there.
-    fresh: nothing is held and no chain ran before."""
+    fresh: nothing is held and no chain ran before. positions: that every hop has to hold."""
 
     kept: tuple[Hop, ...]
     excluded_peers: frozenset[PeerId]
     excluded_links: frozenset[tuple[PeerId, PeerId]]
     fresh: bool
+    positions: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,13 +287,14 @@ class Timings:
 @dataclass
 class _Held:
     """What the client knows of one hop. opened: it answered its latest `Open`. length, oldest: as `Prepared` has
-    them: what can be kept of it lies between them."""
+    them: what can be kept of it lies between them. reserved: positions that it is known to hold."""
 
     hop: Hop
     opened: bool = False
     answered: bool = False  # in the present epoch
     length: int = 0
     oldest: int = 0
+    reserved: int = 0
 
     def kept(self, upto: int) -> int:
         """How many of its first `upto` positions need not be computed again."""
@@ -415,7 +419,7 @@ class Session:
         assert self.phase is Phase.NEW, "a session starts once"
         self._renew_at = now + self._config.renew_every_s
         try:
-            plan = self._plan(PlanRequest((), frozenset(), frozenset(), True))
+            plan = self._plan(PlanRequest((), frozenset(), frozenset(), True, self._config.reserve))
         except NoRoute as error:
             self._fail(error)
             return
@@ -439,13 +443,20 @@ class Session:
         if self.phase not in OVER:
             self._end(Phase.CANCELLED, "cancelled")
 
-    def rewind(self, position: int, new_ids: tuple[int, ...], now: float) -> None:
-        """Forget the ids from `position` on, put `new_ids` there, and go on from them."""
-        known = position + len(new_ids)
+    def rewind(self, position: int, new_ids: tuple[int, ...], now: float, limit: int | None = None) -> None:
+        """Forget the ids from `position` on, put `new_ids` there, and go on from them.
+
+        limit: generation ends before this position instead; hops that reserved fewer are asked for more.
+        Raises UsageError, nothing changed.
+        """
+        known, limit = position + len(new_ids), self._config.limit if limit is None else limit
         if self.phase in OVER:
             raise UsageError("this generation is over")
-        if not 0 <= position <= len(self._ids) or not 1 <= known < self._config.limit:
-            raise UsageError(f"can't rewind to {position} and go on from {known} of {len(self._ids)}")
+        if not 0 <= position <= len(self._ids) or not 1 <= known < limit:
+            raise UsageError(
+                f"can't rewind to {position} of {len(self._ids)} ids and go on from {known} before {limit}"
+            )
+        self._config = dataclasses.replace(self._config, limit=limit, reserve=max(limit, self._config.reserve))
         self._ids[position:] = new_ids
         self._rewound_to = position if self._rewound_to is None else min(position, self._rewound_to)
         self._read_upto = known
@@ -507,7 +518,7 @@ class Session:
 
     def _request(self, bad: frozenset[PeerId], links: frozenset[tuple[PeerId, PeerId]]) -> PlanRequest:
         kept = tuple(held.hop for key, held in self._held.items() if key.peer not in bad)
-        return PlanRequest(kept, bad, links, False)
+        return PlanRequest(kept, bad, links, False, self._config.reserve)
 
     def _no_route(self, error: NoRoute, now: float) -> None:
         """A gap that opened on the way may close again: the registry learns, peers come back."""
@@ -543,7 +554,8 @@ class Session:
     # ------------------------------------------------------------------------ starting an epoch
 
     def _begin(self, plan: Plan, now: float) -> None:
-        """Open what is new or never answered its Open, prepare the rest, close what is left over."""
+        """Open what is new or never answered its Open, prepare the rest and have it reserve what it lacks, close
+        what is left over."""
         self._enter(Phase.OPENING)
         self._epoch += 1
         self._plan_now, self._route = plan, plan.route.hops
@@ -561,6 +573,8 @@ class Session:
             held.answered = False
             if held.opened:
                 self._send(key, self._prepare_message(index))
+                if held.reserved < self._config.reserve:
+                    self._send(key, Extend(self._epoch, self._config.reserve))
             else:
                 held.length = held.oldest = 0
                 self._send(key, self._open_message(index))
@@ -606,7 +620,16 @@ class Session:
             return
         held = self._held[key]
         held.answered, held.length, held.oldest = True, length, oldest
-        if all(self._held[key].answered for key in self._keys):
+        self._resume_if_all_stand(now)
+
+    def _extended(self, key: HopKey, positions: int, now: float) -> None:
+        self._held[key].reserved = positions
+        if self.phase is Phase.OPENING:
+            self._resume_if_all_stand(now)
+
+    def _resume_if_all_stand(self, now: float) -> None:
+        hops = [self._held[key] for key in self._keys]
+        if all(held.answered and held.reserved >= self._config.reserve for held in hops):
             self._timings.saw("open", now - self._opened_at)
             self._resume(now)
 
@@ -669,11 +692,13 @@ class Session:
         """A message of the present epoch."""
         match message:
             case Opened():
-                held.opened = True
+                held.opened, held.reserved = True, self._config.reserve
                 self._answered(key, now)
             case Prepared():
                 if held.opened:
                     self._answered(key, now, message.length, message.oldest)
+            case Extended():
+                self._extended(key, message.positions, now)
             case Tokens():
                 self._take_tokens(key, message, now)
             case Working():
@@ -930,8 +955,11 @@ class Session:
         error = Refused(key.peer, message.reason, message.retry_after_s)
         pause = message.retry_after_s or self._config.refused_s
         self._avoided[key.peer] = now + min(pause, self._config.exclusion_s)
-        del self._held[key]
-        self._effects.append(Release(key))
+        if self._held[key].opened:  # it can't give more, but still holds what it gave
+            self._close(key)
+        else:
+            del self._held[key]
+            self._effects.append(Release(key))
         repair = self._repair
         if repair is None:
             repair = self._repair = self._new_repair(str(error), now)

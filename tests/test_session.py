@@ -17,6 +17,8 @@ from swarm.messages import (
     Close,
     Credit,
     Draining,
+    Extend,
+    Extended,
     Fault,
     Message,
     Open,
@@ -94,6 +96,11 @@ class Talk:
 
     def lose(self, peer: PeerId, **more: Any) -> list[Any]:
         self.session.lost(HopKey(peer, OFFERS[peer].start), "reset", self.now, **more)
+        self.did = self.session.drain()
+        return self.did
+
+    def rewind(self, position: int, ids: tuple[int, ...], limit: int | None = None) -> list[Any]:
+        self.session.rewind(position, ids, self.now, limit)
         self.did = self.session.drain()
         return self.did
 
@@ -201,7 +208,7 @@ def test_a_lost_connection_is_repaired_at_once_keeping_the_others() -> None:
 def test_a_hop_whose_windows_let_go_of_too_much_begins_anew_on_the_same_peer() -> None:
     talk = Talk().running()
     talk.token(3, 10, 11, 12, 13)
-    talk.session.rewind(4, (20, 21), 0.0)
+    talk.rewind(4, (20, 21))
     talk.hear(A, Prepared(2, 6, oldest=2))
     talk.hear(C, Prepared(2, 6, oldest=5))
     (_, a), (_, c) = talk.sent(Resume)
@@ -219,6 +226,41 @@ def test_a_repair_takes_hops_back_by_the_same_rule() -> None:
     talk.hear(D, Opened(2))
     (_, a), _ = talk.sent(Resume)
     assert (a.have, a.next_has, a.resume_at, read_ids(a.ids)) == (0, 0, 3, [1, 2, 3, 10])
+
+
+def test_hops_that_reserved_less_are_asked_for_more_and_waited_for() -> None:
+    talk = Talk().running()
+    talk.token(3, 10, 11)
+    reserved = talk.session._config.reserve
+    talk.rewind(4, (20,), reserved + 30)
+    assert [(peer, m.positions) for peer, m in talk.sent(Extend)] == [(A, reserved + 30), (C, reserved + 30)]
+    talk.hear(A, Prepared(2, 5))
+    talk.hear(C, Prepared(2, 5))
+    talk.hear(C, Extended(2, reserved + 30))
+    assert not talk.sent(Resume)
+    talk.hear(A, Extended(2, reserved + 30))
+    assert [m.limit for _, m in talk.sent(Resume)] == [0, reserved + 30]
+    talk.rewind(4, (20,))
+    assert not talk.sent(Extend)  # everybody holds it by now
+
+
+def test_a_hop_that_can_not_reserve_more_is_closed_and_not_blamed() -> None:
+    talk = Talk().running()
+    reserved = talk.session._config.reserve
+    talk.rewind(2, (20,), reserved + 30)
+    talk.hear(A, Prepared(2, 5))
+    talk.hear(C, RefusedMessage(2, "full", 1.0))
+    assert [peer for peer, _ in talk.sent(Close)] == [C]
+    assert [(peer, m.reserve) for peer, m in talk.sent(Open)] == [(D, reserved + 30)]
+    assert C not in talk.session._failed_peers
+
+
+def test_an_impossible_rewind_changes_nothing() -> None:
+    talk = Talk().running()
+    for position, ids, limit in ((9, (), None), (-1, (5,), None), (0, (), None), (2, (5,), 3), (3, (1,) * 500, None)):
+        with pytest.raises(UsageError, match="can't rewind to"):
+            talk.rewind(position, ids, limit)
+    assert talk.session.ids == (1, 2, 3) and talk.session.epoch == 1
 
 
 def test_a_hop_that_never_answered_its_open_is_opened_again() -> None:
@@ -437,15 +479,17 @@ class SessionMachine(RuleBasedStateMachine):
         self.lengths: dict[tuple[HopKey, int], int] = {}
         self.said: list[tuple[HopKey, Message]] = []
         self.ended = False
+        self.limit = 40
+        self.asked_to_grow: dict[HopKey, tuple[int, int]] = {}
         self.low: int | None = None
         self.call(self.session.start)
 
     def call(self, act: Any, *arguments: Any, **more: Any) -> None:
         match arguments:
-            case (key, RefusedMessage(epoch=epoch)):  # who refused holds nothing
-                if self.session.phase is Phase.OPENING and epoch == self.session.epoch:
+            case (key, RefusedMessage(epoch=epoch)):  # who refused to open holds nothing; to grow: what it held
+                now = self.session.phase is Phase.OPENING and epoch == self.session.epoch
+                if now and key not in self.answered:
                     self.opens.pop(key, None)
-                    self.answered.discard(key)
         act(*arguments, self.now, **more)
         for effect in self.session.drain():
             assert not self.ended, f"{effect} after the end"
@@ -467,6 +511,9 @@ class SessionMachine(RuleBasedStateMachine):
                 self.answered.discard(key)
             case Prepare():
                 assert key in self.answered, "prepared though its latest Open isn't answered"
+            case Extend():
+                assert message.positions >= self.limit
+                self.asked_to_grow[key] = message.epoch, message.positions
             case Close():
                 assert key in self.opens
                 del self.opens[key]
@@ -476,6 +523,7 @@ class SessionMachine(RuleBasedStateMachine):
                 assert message.have == (have if have >= oldest else 0)
                 assert message.resume_at <= len(self.text) - 1
                 assert self.low is None or message.resume_at <= self.low
+                assert self.asked_to_grow.get(key, (0, 0))[0] != message.epoch, "resumed before it could grow"
             case _:
                 assert key in self.opens, f"{message.kind} to a hop that isn't held"
 
@@ -495,6 +543,8 @@ class SessionMachine(RuleBasedStateMachine):
             self.hear(key, Opened(epoch))
         elif key in self.answered:
             self.lengths.setdefault((key, epoch), (length, max(0, length - back)))
+            if self.asked_to_grow.get(key, (0, 0))[0] == epoch:
+                self.hear(key, Extended(*self.asked_to_grow.pop(key)))
             self.hear(key, Prepared(epoch, *self.lengths[key, epoch]))
 
     @rule()
@@ -507,7 +557,7 @@ class SessionMachine(RuleBasedStateMachine):
         first = max(1, len(self.text) - back)
         old = self.text[first:]
         ids = old + [1000 + first + len(old) + n for n in range(count)]
-        if first + len(ids) < 40:
+        if first + len(ids) < self.limit:
             end = "stop" if finish == 0 else None
             last = self.session.hops[-1]
             key = HopKey(PeerId(last.peer), last.span.start)
@@ -563,14 +613,15 @@ class SessionMachine(RuleBasedStateMachine):
         self.call(self.session.read, min(upto, len(self.text)))
 
     @precondition(lambda self: self.session.phase not in OVER)
-    @rule(share=st.floats(0, 1), more=st.integers(0, 2))
-    def the_text_is_rewound(self, share: float, more: int) -> None:
+    @rule(share=st.floats(0, 1), more=st.integers(0, 2), longer=st.sampled_from((0, 0, 7)))
+    def the_text_is_rewound(self, share: float, more: int, longer: int) -> None:
         position = max(1, int(share * len(self.text)))
         self.seed += 1
         new = tuple(range(2000 + self.seed, 2000 + self.seed + more))
         self.text[position:] = new
         self.low = position if self.low is None else min(self.low, position)
-        self.call(self.session.rewind, position, new)
+        self.limit += longer
+        self.call(self.session.rewind, position, new, limit=self.limit)
 
     @rule(is_online=st.booleans())
     def the_network_changes(self, is_online: bool) -> None:

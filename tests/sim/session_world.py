@@ -23,7 +23,7 @@ import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgpack
@@ -79,6 +79,7 @@ from swarm.tensors import RawTensor, ids_tensor, read_ids
 LAYERS = 6
 VOCABULARY = 97
 STOP_ID = 13
+LEAST_CAPACITY = 45  # KV positions of a peer: no session is longer
 MASK = (1 << 62) - 1
 FINGERPRINT = bytes(32)
 
@@ -721,10 +722,12 @@ class ToyClient(Node):
     def catch_up(self) -> None:
         self.drive(self.session.read, len(self.text))
 
-    def rewind(self, position: int, new_ids: tuple[int, ...]) -> None:
+    def rewind(self, position: int, new_ids: tuple[int, ...], limit: int | None = None) -> None:
         self.text[position:] = new_ids
         self.base = list(self.text)
-        self.drive(self.session.rewind, position, new_ids)
+        if limit is not None:
+            self.config = replace(self.config, limit=limit, reserve=max(limit, self.config.reserve))
+        self.drive(lambda *step: self.session.rewind(*step, limit=limit), position, new_ids)
 
     def lost(self, channel: _Channel, reason: str, peer_gone: bool) -> None:
         if self.channels.get(channel.key) is channel:
@@ -825,7 +828,8 @@ class Trial:
         self.hop_config = HopConfig(
             prefill_chunk=self.rng.choice((1, 2, 3, 5)), lease_s=10.0, grace_after_s=5.0, max_waiting_steps=2
         )
-        self._choose_windows(random.Random(~seed))
+        self.longer = random.Random(~seed)
+        self._choose_windows(self.longer)
         self.tight = self.rng.random() < 0.4
         self.copies = self.rng.choice((1, 2, 2))
         self.peers = self._make_peers()
@@ -849,7 +853,7 @@ class Trial:
                 break
         peers = []
         for number, span in enumerate(spans):
-            capacity = self.rng.randint(45, 70) if self.tight else 1000
+            capacity = self.rng.randint(LEAST_CAPACITY, 70) if self.tight else 1000
             peer = ToyPeer(self.world, f"peer{number}", span, capacity, self.hop_config)
             peer.step_s = peer.usual_s = self.rng.choice((0.002, 0.01, 0.05))
             peers.append(peer)
@@ -980,8 +984,9 @@ class Trial:
             return
         position = self.rng.randint(0, len(client.text))
         new = tuple(self.rng.randrange(VOCABULARY) for _ in range(self.rng.choice((0, 1, 2, 6))))
-        if 1 <= position + len(new) < client.config.limit:
-            client.rewind(position, new)
+        limit = min(LEAST_CAPACITY, client.config.limit + self.longer.choice((0, 0, -1, 1, 4, 9)))
+        if 1 <= position + len(new) < limit:
+            client.rewind(position, new, limit)
 
     def _stop_reading(self) -> None:
         client = self._client()
