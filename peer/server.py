@@ -128,7 +128,10 @@ class Server:
             while True:
                 if isinstance(message, Open | Prepare):
                     run = self._run_for(stream, message, run)
-                if run is not None and not run.freed:
+                if isinstance(message, Extend) and message.positions > self.serving.context:
+                    reason = self._beyond_context(message.positions)
+                    stream.send_nowait(RefusedMessage(message.epoch, reason, self.config.retry_after_s))
+                elif run is not None and not run.freed:
                     run.receive(stream, message)
                 elif isinstance(message, Resume | Renew | Where | Extend):
                     stream.send_nowait(Unknown(message.epoch))
@@ -170,8 +173,11 @@ class Server:
         if not serving.span.covers(message.span):
             return f"layers {message.span} aren't served here, {serving.span} are"
         if message.reserve > serving.context:
-            return f"{message.reserve} positions are beyond the context of {serving.context} here"
+            return self._beyond_context(message.reserve)
         return None
+
+    def _beyond_context(self, positions: int) -> str:
+        return f"{positions} positions are beyond the context of {self.serving.context} here"
 
     def _no_room(self, message: Open) -> str | None:
         """Why one more session can't be held now, or None; silent ones are let go for it."""

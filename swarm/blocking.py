@@ -125,7 +125,8 @@ class Client:
 class Stream:
     """One answer as it is written, for a plain `for` loop; leaving the loop cancels it.
 
-    It tells the same as `Generation`: `hops`, `repairs`, `notes`, `seed`, and `result` once it is done.
+    It tells the same as `Generation`: `hops`, `repairs`, `notes`, `seed`, and `result` once it is done; and it can be
+    rewound, after which another loop goes on.
     """
 
     def __init__(self, client: Client, generation: Generation) -> None:
@@ -165,6 +166,10 @@ class Stream:
     @property
     def seed(self) -> int | None:
         return self._generation.seed
+
+    def rewind(self, tokens: int, text: str = "", *, max_tokens: int | None = None) -> str:
+        """As `Generation.rewind`."""
+        return self._client._call(self._generation.rewind(tokens, text, max_tokens=max_tokens))
 
     def close(self) -> None:
         """Stop, and free what the peers hold for it. Harmless when it is over."""

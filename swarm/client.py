@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Unpack
 
 from swarm.chains import LiveModel, ModelStatus, choose_model, live_models, make_plan, model_status, plan_chain
+from swarm.driver import SessionDriver
 from swarm.errors import (
     MessageError,
     NoRoute,
@@ -27,7 +28,7 @@ from swarm.errors import (
     UsageError,
 )
 from swarm.following import Following
-from swarm.generation import Completion, Generation, Opening, SessionDriver
+from swarm.generation import Completion, Generation, Opening
 from swarm.identity import Identity, PeerId
 from swarm.lan import Lan, lan_wanted
 from swarm.messages import Files, GetFiles, ModelSeen
@@ -179,33 +180,40 @@ class AsyncClient:
     async def _open(self, prompt: Prompt, wanted: Wanted) -> Opening:
         started = asyncio.get_running_loop().time()
         await self.connect()
-        node = self._require_node()
         live = await self._find(wanted.model or self._model)
         codec = await self._codec(live)
         encoded = await codec.encode_prompt(prompt, raw=wanted.raw)
         await self._measure_once(live)
         limit, notes = self._limit(live, encoded, wanted.max_tokens)
         sampling = wanted.sampling(codec.defaults, codec.vocab_size, answer_from=len(encoded.ids))
-        config = SessionConfig(
-            session=secrets.token_bytes(SESSION_ID_BYTES),
-            prompt=tuple(encoded.ids),
-            limit=limit,
-            sampling=sampling,
-            stop_ids=tuple(codec.eos_ids),
-            fingerprint=live.fingerprint,
-            reserve=limit,
-            chunk=PREFILL_CHUNK,
-        )
         names: dict[PeerId, str] = {}
-        session = Session(config, self._planner(live, limit, names), self._rng, self._timings)
-        self._require_node()  # it may have been closed meanwhile
-        driver = SessionDriver(session, node)
-        self._drivers.add(driver)
+        planner = self._planner(live, names)
+
+        async def driver(ids: tuple[int, ...], limit: int) -> SessionDriver:
+            await self._follow(live.fingerprint)
+            config = SessionConfig(
+                session=secrets.token_bytes(SESSION_ID_BYTES),
+                prompt=ids,
+                limit=limit,
+                sampling=sampling,
+                stop_ids=tuple(codec.eos_ids),
+                fingerprint=live.fingerprint,
+                reserve=limit,
+                chunk=PREFILL_CHUNK,
+            )
+            # the client may have been closed meanwhile
+            made = SessionDriver(Session(config, planner, self._rng, self._timings), self._require_node())
+            self._drivers.add(made)
+            return made
+
         return Opening(
             driver=driver,
-            text=codec.detokenizer(wanted.stops),
-            spell=codec.spell,
-            prompt_tokens=len(encoded.ids),
+            prompt=tuple(encoded.ids),
+            limit=limit,
+            context=lambda wanted: self._context(self._as_of_now(live), wanted),
+            codec=codec,
+            stops=wanted.stops,
+            logprobs=sampling.logprobs is not None,
             model=live.name,
             seed=sampling.seed,
             notes=notes,
@@ -219,9 +227,15 @@ class AsyncClient:
         if self._following.everything:
             return choose_model(live_models(self._usable(node.entries())), name)
         listed = await self._find_listed(node, name)
-        self._following.use(listed.fingerprint)
-        await node.want(self._following(node.models()))
+        await self._follow(listed.fingerprint)
         return choose_model(live_models(node.entries(listed.fingerprint)), name)
+
+    async def _follow(self, fingerprint: bytes) -> None:
+        """See to it that this model's records are here."""
+        node = self._require_node()
+        if not self._following.everything:
+            self._following.use(fingerprint)
+            await node.want(self._following(node.models()))
 
     async def _find_listed(self, node: Node, name: str | None) -> ModelSeen:
         try:
@@ -272,23 +286,20 @@ class AsyncClient:
         plan_chain(live, {}, known, need_kv=0)  # raises, naming the gap
         raise AssertionError("a chain without demands exists, but not one with the smallest context")
 
-    def _planner(self, live: LiveModel, limit: int, names: dict[PeerId, str]) -> Callable[[PlanRequest], Plan]:
+    def _planner(self, live: LiveModel, names: dict[PeerId, str]) -> Callable[[PlanRequest], Plan]:
         """names: those of all peers that were ever in sight, also when they are gone."""
-        fingerprint = live.fingerprint
         descriptors: dict[PeerId, bytes] = {}
         numerics: list[str] = []
 
         def plan(request: PlanRequest) -> Plan:
-            node = self._require_node()
-            models = live_models(self._usable(node.entries(fingerprint)))
-            model = models[0] if models else LiveModel(live.name, fingerprint, live.layers, ())
+            model = self._as_of_now(live)
             route = plan_chain(
                 model,
                 self._half_round_trips(),
-                node.known(fingerprint),
-                need_kv=limit,
+                self._require_node().known(live.fingerprint),
+                need_kv=request.positions,
                 hopeful=request.fresh or bool(request.excluded_peers),  # those that refused are among these
-                context=limit,
+                context=request.positions,
                 kept=request.kept,
                 excluded_peers=request.excluded_peers,
                 excluded_links=request.excluded_links,
@@ -303,6 +314,11 @@ class AsyncClient:
             return make_plan(route, model, dict(descriptors), PREFILL_CHUNK)
 
         return plan
+
+    def _as_of_now(self, live: LiveModel) -> LiveModel:
+        """The same model with the peers that are in sight now."""
+        models = live_models(self._usable(self._require_node().entries(live.fingerprint)))
+        return models[0] if models else LiveModel(live.name, live.fingerprint, live.layers, ())
 
     def _half_round_trips(self) -> dict[PeerId, float]:
         links = {} if self._transport is None else self._transport.links

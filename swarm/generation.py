@@ -1,44 +1,21 @@
-"""SHELL of one generation: drives the `session.Session` core over the node's streams.
+"""SHELL of one generation, and what a caller gets of it: `Generation` is what is iterated over.
 
-Three layers, each ignorant of the next: `_HopChannel` is one stream to one hop, `SessionDriver`
-carries messages between channels and core and keeps its one timer, `Generation` is what the
-caller iterates over. The driver never refers to the `Generation`, so that a caller who just
-leaves the loop lets it be collected, which cancels and frees the peers at once.
+It reads what a `driver.SessionDriver` collects, and makes text of it. The driver never refers to the `Generation`,
+so that a caller who just leaves the loop lets it be collected, which cancels and frees the peers at once.
 """
 
 from __future__ import annotations
 
-import asyncio
-import functools
-import logging
-from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from routing.spans import Hop
-from swarm.errors import GenerationFailed, PeerFailed, SwarmError
+from swarm.driver import SessionDriver
+from swarm.errors import GenerationFailed, SwarmError, UsageError
 from swarm.identity import PeerId
-from swarm.link import Stream
-from swarm.messages import NOTHING_SPENT, Likelihoods, Message
-from swarm.node import Node
-from swarm.race import race
-from swarm.session import (
-    Ended,
-    Failed,
-    Grew,
-    HopKey,
-    Release,
-    Repaired,
-    RepairStarted,
-    Send,
-    Session,
-)
-from swarm.tokenizer import IncrementalText
-
-log = logging.getLogger("swarm.generation")
-
-FAREWELL_S = 1.0  # how long a cancelled generation waits for its `Close`s to be handed over
+from swarm.messages import NOTHING_SPENT, Likelihoods
+from swarm.session import Grew, Repaired, RepairStarted
+from swarm.tokenizer import TextCodec
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,197 +114,21 @@ class Piece:
     logprobs: tuple[TokenLogprob, ...] | None = None
 
 
-class _HopChannel:
-    """One stream to one hop, opened on the first send, with its outbox and its reader."""
-
-    def __init__(self, key: HopKey, driver: SessionDriver) -> None:
-        self.key = key
-        self._driver = driver
-        self._outbox: deque[Message | None] = deque()  # None: end the stream; bounded by the core
-        self._wake = asyncio.Event()
-        self.task = asyncio.create_task(self._run(), name=f"hop {key.peer[:8]}/{key.start}")
-
-    def send(self, message: Message | None) -> None:
-        self._outbox.append(message)
-        self._wake.set()
-
-    async def _run(self) -> None:
-        node = self._driver.node
-        try:
-            stream = (await node.link(self.key.peer)).open_stream()
-            try:
-                await race(self._write(stream), self._read(stream))
-            finally:
-                stream.reset("left")  # nothing happens where it ended in order
-        except SwarmError as error:
-            gone = self.key.peer not in node.transport.links
-            reason = error.reason if isinstance(error, PeerFailed) else str(error)
-            self._driver.channel_lost(self, reason, gone)
-        except Exception as error:
-            self._driver.crashed(error)
-
-    async def _write(self, stream: Stream) -> None:
-        while True:
-            while self._outbox:
-                message = self._outbox.popleft()
-                if message is None:
-                    return await stream.end()
-                await stream.send(message)
-            self._wake.clear()
-            await self._wake.wait()
-
-    async def _read(self, stream: Stream) -> None:
-        while True:
-            self._driver.received(self.key, await stream.receive())
-
-
-class SessionDriver:
-    """Carries messages between one `Session` core and its hop channels, and keeps its timer."""
-
-    def __init__(self, session: Session, node: Node) -> None:
-        self.node = node
-        self.arrived: deque[Grew] = deque()  # bounded by the credit that the reader grants
-        self.repairs: deque[RepairStarted | Repaired] = deque()
-        self.error: SwarmError | None = None
-        self.crash: BaseException | None = None
-        self.ended = False
-        self._session = session
-        self._loop = asyncio.get_running_loop()
-        self._channels: dict[HopKey, _HopChannel] = {}
-        self._parting: set[asyncio.Task[None]] = set()
-        self._timer: asyncio.TimerHandle | None = None
-        self._news = asyncio.Event()
-
-    @property
-    def hops(self) -> tuple[Hop, ...]:
-        return self._session.hops
-
-    @property
-    def now(self) -> float:
-        return self._loop.time()
-
-    def start(self) -> None:
-        self._drive(self._session.start)
-
-    def received(self, key: HopKey, message: Message) -> None:
-        self._drive(self._session.receive, key, message)
-
-    def channel_lost(self, channel: _HopChannel, reason: str, peer_gone: bool) -> None:
-        if self._channels.get(channel.key) is channel:
-            del self._channels[channel.key]
-            self._drive(functools.partial(self._session.lost, peer_gone=peer_gone), channel.key, reason)
-
-    def crashed(self, error: Exception) -> None:
-        """A bug of ours: goes to the caller as it is, never retried, and frees the peers."""
-        if self.crash is not None or self.ended:
-            log.error("a hop's channel failed after the end", exc_info=error)
-            return
-        self.crash = error
-        self.cancel()
-
-    def read(self, upto: int) -> None:
-        self._drive(self._session.read, upto)
-
-    def cancel(self) -> None:
-        self._drive(self._session.cancel)
-
-    async def news(self) -> None:
-        """Wait until ids, a repair, an error or the end has arrived."""
-        await self._news.wait()
-        self._news.clear()
-
-    async def farewell(self) -> None:
-        """Let the last messages (`Close`) leave, then stop everything."""
-        tasks = [channel.task for channel in self._channels.values()] + [
-            task for task in self._parting if task is not asyncio.current_task()
-        ]
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        try:
-            if tasks:
-                await asyncio.wait(tasks, timeout=FAREWELL_S)
-        finally:
-            for task in tasks:
-                task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-    def abandon(self) -> None:
-        """Cancel from wherever the garbage collector runs, without waiting."""
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._cancel_and_leave)
-
-    def _cancel_and_leave(self) -> None:
-        self.cancel()
-        leaving = self._loop.create_task(self.farewell())
-        self._parting.add(leaving)  # keeps a reference until it is done
-        leaving.add_done_callback(self._parting.discard)
-
-    def _tick(self) -> None:
-        self._timer = None
-        self._drive(self._session.tick)
-
-    def _drive(self, call: Callable[..., None], *arguments: Any) -> None:
-        """Tell the core, do what it wants done, and re-arm the one timer."""
-        if self.ended:
-            return
-        try:
-            call(*arguments, self.now)
-            for effect in self._session.drain():
-                self._perform(effect)
-        except Exception as error:
-            if self.crash is None:
-                self.crashed(error)
-            else:  # even ending it failed
-                self.ended = True
-        self._rearm()
-        if self.arrived or self.repairs or self.ended:
-            self._news.set()
-
-    def _rearm(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        if self._session.deadline is not None and not self.ended:
-            self._timer = self._loop.call_at(self._session.deadline, self._tick)
-
-    def _perform(self, effect: object) -> None:
-        match effect:
-            case Send(key, message):
-                channel = self._channels.get(key)
-                if channel is None:
-                    channel = self._channels[key] = _HopChannel(key, self)
-                channel.send(message)
-            case Release(key):
-                self._release(key)
-            case Grew():
-                self.arrived.append(effect)
-            case RepairStarted() | Repaired():
-                self.repairs.append(effect)
-            case Failed(error):
-                self.error = error
-                self.ended = True
-            case Ended():
-                self.ended = True
-            case _:
-                raise AssertionError(effect)
-
-    def _release(self, key: HopKey) -> None:
-        channel = self._channels.pop(key, None)
-        if channel is not None:
-            channel.send(None)
-            self._parting.add(channel.task)
-            channel.task.add_done_callback(self._parting.discard)
-
-
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """What a generation starts from, once the model is chosen and the prompt encoded."""
+    """What a generation starts from, once the model is chosen and the prompt encoded.
 
-    driver: SessionDriver
-    text: IncrementalText
-    spell: Callable[[int], str]  # one token's text
-    prompt_tokens: int
+    driver: of a new session that goes on from these ids and ends before this position. limit: the first
+    session's. context: how many of so many positions a chain could hold. logprobs: whether they were asked for.
+    """
+
+    driver: Callable[[tuple[int, ...], int], Awaitable[SessionDriver]]
+    prompt: tuple[int, ...]
+    limit: int
+    context: Callable[[int], int]
+    codec: TextCodec
+    stops: tuple[str, ...]
+    logprobs: bool
     model: str
     seed: int
     notes: tuple[str, ...]
@@ -340,12 +141,12 @@ class Generation:
 
     Left means: no longer referred to. Where a name refers to it, `async with` or `aclose` ends it.
     `hops`, `repairs`, `notes` and `seed` tell about it while it runs; `result` is set once it is done.
+    `rewind` changes what it has said and lets it go on from there.
     Raises what went wrong from `__anext__`: NoRoute, PromptTooLong, GenerationFailed, ...
     """
 
     def __init__(self, open_: Callable[[], Awaitable[Opening]]) -> None:
         self._open = open_
-        self._opening: Opening | None = None
         self._progress: _Progress | None = None
         self.result: Completion | None = None
         self._over = False
@@ -360,7 +161,7 @@ class Generation:
 
     @property
     def hops(self) -> tuple[ServedBy, ...]:
-        return () if self._opening is None else served_by(self._opening, self._opening.driver.hops)
+        return () if self._progress is None else self._progress.hops
 
     @property
     def repairs(self) -> tuple[RepairEvent, ...]:
@@ -368,11 +169,11 @@ class Generation:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        return () if self._opening is None else self._opening.notes
+        return () if self._progress is None else self._progress.opening.notes
 
     @property
     def seed(self) -> int | None:
-        return None if self._opening is None else self._opening.seed
+        return None if self._progress is None else self._progress.opening.seed
 
     async def __anext__(self) -> Piece:
         if self._over:
@@ -384,29 +185,46 @@ class Generation:
             raise
 
     async def _next(self) -> Piece:
-        if self._opening is None:
-            self._opening = await self._open()
-            self._progress = _Progress(self._opening)
-            self._opening.driver.start()
-        assert self._progress is not None
+        if self._progress is None:
+            opening = await self._open()
+            self._progress = _Progress(opening, await opening.driver(opening.prompt, opening.limit))
+            self._progress.driver.start()
         while True:
             piece = self._progress.take()
             if piece is not None:
                 break
-            await self._opening.driver.news()
+            await self._progress.driver.news()
         if piece.final is not None:
             self.result = piece.final
             await self.aclose()
         return piece
+
+    async def rewind(self, tokens: int, text: str = "", *, max_tokens: int | None = None) -> str:
+        """Keep the first `tokens` ids of the answer, put `text` behind them, and go on from there.
+
+        Returns the answer's text up to there; the pieces that follow continue it, and `result` is about the whole.
+        tokens: counted over the `token_ids` of the pieces that were read. max_tokens: the answer's new bound, what is
+        kept and put in included; the old one unless said. What the peers have computed of the kept ids isn't computed
+        again, unless the answer was complete already: then its peers have let it go, and a chain is opened anew.
+        Raises UsageError (nothing changed), and NoRoute when no chain could hold it.
+        """
+        if self._progress is None or (self._over and self.result is None):
+            raise UsageError("there is no answer to rewind: it hasn't begun, or it was left or failed")
+        before = self._progress.driver
+        made = await self._progress.rewind(tokens, text, max_tokens)
+        self._over, self.result = False, None
+        if self._progress.driver is not before:
+            await before.farewell()
+        return made
 
     async def aclose(self) -> None:
         """Stop, and free what the peers hold for this generation. Harmless when it is done."""
         if self._over:
             return
         self._over = True
-        if self._opening is not None:
-            self._opening.driver.cancel()
-            await self._opening.driver.farewell()
+        if self._progress is not None:
+            self._progress.driver.cancel()
+            await self._progress.driver.farewell()
 
     async def __aenter__(self) -> Generation:
         return self
@@ -415,58 +233,93 @@ class Generation:
         await self.aclose()
 
     def __del__(self) -> None:
-        if not self._over and self._opening is not None:
-            self._opening.driver.abandon()
+        if not self._over and self._progress is not None:
+            self._progress.driver.abandon()
 
 
 class _Progress:
     """What has been read so far, and the pieces made of it."""
 
-    def __init__(self, opening: Opening) -> None:
+    def __init__(self, opening: Opening, driver: SessionDriver) -> None:
         self.repairs: list[RepairEvent] = []
-        self._opening = opening
-        self._driver = opening.driver
+        self.opening, self.driver = opening, driver
+        self._limit = opening.limit
+        self._text = opening.codec.detokenizer(opening.stops)
         self._ids: list[int] = []
         self._unshown: list[int] = []
         self._logprobs: list[TokenLogprob] = []  # of all ids, or of none
         self._texts: list[str] = []
+        self._came = 0  # ids, those that were taken back included
         self._first_s = self._last_s = opening.started
-        self._finish: str | None = None
         self._spent = NOTHING_SPENT
+
+    @property
+    def hops(self) -> tuple[ServedBy, ...]:
+        return served_by(self.opening, self.driver.hops)
+
+    async def rewind(self, tokens: int, text: str, max_tokens: int | None) -> str:
+        """As `Generation.rewind`. Raises UsageError and NoRoute, nothing changed."""
+        opening, start = self.opening, len(self.opening.prompt)
+        if self.driver.crash is not None:
+            raise self.driver.crash
+        if not 0 <= tokens <= len(self._ids):
+            raise UsageError(f"can't keep {tokens} tokens of an answer of which {len(self._ids)} were read")
+        if text and opening.logprobs:
+            raise UsageError("text that is put in has no logprobs: leave it out, or don't ask for them")
+        added = opening.codec.encode_after(text)
+        ids = [*self._ids[:tokens], *added]
+        limit = self._limit if max_tokens is None else start + max_tokens
+        if start + len(ids) >= limit:
+            raise UsageError(f"{len(ids)} tokens leave nothing to go on with, max_tokens is {limit - start}")
+        if limit > self._limit and (context := opening.context(limit)) < limit:
+            raise UsageError(f"max_tokens can be {context - start} at most: the chain's context is {context}")
+        stage = opening.codec.detokenizer(opening.stops)
+        made = stage.push(ids)
+        if stage.stopped:
+            raise UsageError("the text put in brings a stop string about")
+        if self.driver.ended:
+            self.driver = await opening.driver((*opening.prompt, *ids), limit)
+            self.driver.start()
+        else:
+            self.driver.rewind(start + tokens, added, limit)
+        self._ids, self._text, self._texts, self._unshown, self._limit = ids, stage, [made], [], limit
+        self._logprobs = self._logprobs[:tokens]
+        return made
 
     def take(self) -> Piece | None:
         """The next piece if there is one now. Raises when the generation failed."""
-        while self._driver.repairs:
-            self._note_repair(self._driver.repairs.popleft())
-        while self._driver.arrived:
-            piece = self._grow(self._driver.arrived.popleft())
+        while self.driver.repairs:
+            self._note_repair(self.driver.repairs.popleft())
+        while self.driver.arrived:
+            piece = self._grow(self.driver.arrived.popleft())
             if piece is not None:
                 return piece
-        if self._driver.crash is not None:
-            raise self._driver.crash
-        if self._driver.error is not None:
-            raise self._with_text(self._driver.error)
-        if self._driver.ended:
+        if self.driver.crash is not None:
+            raise self.driver.crash
+        if self.driver.error is not None:
+            raise self._with_text(self.driver.error)
+        if self.driver.ended:
             raise GenerationFailed("the generation was cancelled", "".join(self._texts), self._ids)
         return None
 
     def _grow(self, grew: Grew) -> Piece | None:
-        now = self._driver.now
-        if not self._ids:
+        now = self.driver.now
+        if not self._came:
             self._first_s = now
         else:
             self._spent = self._spent.plus(grew.spent)
         self._last_s = now
+        self._came += len(grew.ids)
         self._ids += grew.ids
         self._unshown += grew.ids
         self._logprobs += map(self._logprob, grew.ids, grew.likelihoods)
-        text = self._opening.text.push(grew.ids)
-        self._driver.read(grew.first_position + len(grew.ids))
-        if self._opening.text.stopped:
+        text = self._text.push(grew.ids)
+        self.driver.read(grew.first_position + len(grew.ids))
+        if self._text.stopped:
             return self._last_piece(text, "stop")
         if grew.finish is not None:
-            text += self._opening.text.finish()  # may find that a stop string was complete
-            return self._last_piece(text, "stop" if self._opening.text.stopped else grew.finish)
+            text += self._text.finish()  # may find that a stop string was complete
+            return self._last_piece(text, "stop" if self._text.stopped else grew.finish)
         return self._piece(text) if text else None
 
     def _piece(self, text: str, final: Completion | None = None) -> Piece:
@@ -475,7 +328,7 @@ class _Progress:
         return Piece(text, ids, final, self._logprobs_of_last(len(ids)))
 
     def _logprob(self, token: int, said: Likelihoods) -> TokenLogprob:
-        spell = self._opening.spell
+        spell = self.opening.codec.spell
         top = tuple(Alternative(other, spell(other), logprob) for other, logprob in said.top)
         return TokenLogprob(token, spell(token), said.chosen, top)
 
@@ -490,14 +343,14 @@ class _Progress:
         return self._piece(text, completion)
 
     def _completion(self, text: str, finish: str) -> Completion:
-        opening = self._opening
+        opening = self.opening
         return Completion(
             text=text,
             token_ids=tuple(self._ids),
             finish_reason=finish,
-            usage=Usage(opening.prompt_tokens, len(self._ids)),
+            usage=Usage(len(opening.prompt), len(self._ids)),
             timing=self._timing(),
-            hops=served_by(opening, self._driver.hops),
+            hops=self.hops,
             repairs=tuple(self.repairs),
             seed=opening.seed,
             model=opening.model,
@@ -508,9 +361,9 @@ class _Progress:
     def _timing(self) -> Timing:
         decode_s = self._last_s - self._first_s
         return Timing(
-            ttft_s=self._first_s - self._opening.started,
-            total_s=self._last_s - self._opening.started,
-            tokens_per_s=(len(self._ids) - 1) / decode_s if decode_s > 0 else 0.0,
+            ttft_s=self._first_s - self.opening.started,
+            total_s=self._last_s - self.opening.started,
+            tokens_per_s=(self._came - 1) / decode_s if decode_s > 0 else 0.0,
             stall_s=max((repair.stalled_s or 0.0 for repair in self.repairs), default=0.0),
             compute_s=self._spent.compute_s,
             queue_s=self._spent.queue_s,
@@ -519,9 +372,9 @@ class _Progress:
     def _note_repair(self, news: RepairStarted | Repaired) -> None:
         event = RepairEvent(
             news.reason,
-            news.at_token - self._opening.prompt_tokens,
-            served_by(self._opening, news.hops_before),
-            served_by(self._opening, news.hops_after),
+            news.at_token - len(self.opening.prompt),
+            served_by(self.opening, news.hops_before),
+            served_by(self.opening, news.hops_after),
             news.stalled_s if isinstance(news, Repaired) else None,
         )
         if self.repairs and self.repairs[-1].stalled_s is None:

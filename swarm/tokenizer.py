@@ -203,6 +203,21 @@ class TextCodec:
         rendered = self.render(messages)
         return EncodedPrompt(self._encode(rendered, add_special_tokens=False))
 
+    def encode_after(self, text: str) -> tuple[int, ...]:
+        """Ids of text that follows other text: none that only begin one, and not the space that some tokenizers
+        put before a first word. So it is encoded behind a line's end, whose ids are cut off.
+
+        Raises UsageError for text of which no id is made.
+        """
+        if not text:
+            return ()
+        with _strangers("the tokenizer"):
+            alone = tuple(self._tokenizer.encode("\n", add_special_tokens=False).ids)
+        both = self._encode("\n" + text, add_special_tokens=False)
+        if both[: len(alone)] == alone and len(both) > len(alone):
+            return both[len(alone) :]
+        return self._encode(text, add_special_tokens=False)
+
     def render(self, messages: Sequence[Mapping[str, str]]) -> str:
         """The chat template's text, special tokens included: apply_chat_template(tokenize=False)."""
         assert self.template is not None

@@ -21,7 +21,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from peer.local import LocalSwarm
 from swarm import AsyncClient, Completion
-from swarm.generation import Generation, SessionDriver
+from swarm.driver import SessionDriver
+from swarm.generation import Generation
 from swarm.messages import Resume
 from swarm.session import Send
 from swarm.state import StateDir

@@ -275,6 +275,18 @@ def test_a_character_comes_whole_and_as_soon_as_it_is_complete(plain: Pair) -> N
     assert streamed(plain.ours, ids[:3], [1]) == ["a", "", "", "\N{REPLACEMENT CHARACTER}"]
 
 
+@pytest.mark.parametrize("added", [" the sky", "the sky", "\n\nthe sky", "\n", "."])
+def test_text_that_is_put_behind_other_text_is_spelled_as_it_is(pair: Pair, added: str) -> None:
+    before = pair.theirs("The sky", add_special_tokens=False).input_ids
+    if pair.ours._decoder_steps & {"ByteLevel", "ByteFallback", "Metaspace"}:
+        ids = [*before, *pair.ours.encode_after(added)]
+        assert pair.ours.decode(ids) == pair.decoded(ids) == "The sky" + added
+    elif added.strip():  # these know no white space: nothing can be different behind other text
+        alone = pair.theirs(added, add_special_tokens=False).input_ids
+        assert list(pair.ours.encode_after(added)) == alone
+    assert pair.ours.encode_after("") == ()
+
+
 def test_ids_that_the_tokenizer_does_not_know_have_no_text(plain: Pair) -> None:
     ids = [*plain.theirs.encode("the"), 4000, 1 << 40, -1]
     assert plain.ours.decode(ids) == "the"

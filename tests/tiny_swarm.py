@@ -11,7 +11,7 @@ import concurrent.futures
 import itertools
 import json
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from peer.hop import HopConfig
 from peer.service import PeerOptions, PeerService
@@ -86,20 +86,30 @@ def rare_ids(folder: Path) -> list[int]:
 
 
 def write_model(
-    folder: Path, *, seed: int, eos: Sequence[int] = EOS, template: bool = True, **generation: Any
+    folder: Path,
+    *,
+    seed: int,
+    eos: Sequence[int] = EOS,
+    template: bool = True,
+    kind: str = "llama",
+    shape: Mapping[str, Any] | None = None,
+    **generation: Any,
 ) -> Path:
-    """A llama in Hugging Face layout. Its weights are large enough for logits that differ clearly.
+    """A llama, or another kind, in Hugging Face layout. Its weights are large enough for logits that differ clearly.
+
+    shape: of its config, beside what all have here.
 
     The rows of the head for `eos` ids and for bytes beyond ASCII are scaled down: a greedy answer rather goes
     on, and is mostly text.
     """
     vocab = write_tokenizer(folder, template=template)
-    config = LlamaConfig(
+    config = CONFIG_MAPPING[kind](
         vocab_size=vocab, hidden_size=32, intermediate_size=48, num_hidden_layers=LAYERS, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=CONTEXT, bos_token_id=BOS, eos_token_id=EOS[0], pad_token_id=0,
+        **(shape or {}),
     )  # fmt: skip
     torch.manual_seed(seed)
-    model = LlamaForCausalLM(config)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
@@ -121,8 +131,11 @@ class Oracle:
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
 
     @cached_property
-    def model(self) -> LlamaForCausalLM:
-        return AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32).eval()
+    def model(self) -> PreTrainedModel:
+        # eager: the one implementation that honours soft-capping and sinks in every release
+        return AutoModelForCausalLM.from_pretrained(
+            self.folder, dtype=torch.float32, attn_implementation="eager"
+        ).eval()
 
     def chat_ids(self, prompt: str | list[dict[str, str]]) -> list[int]:
         chat = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
@@ -144,6 +157,13 @@ class Oracle:
                 pad_token_id=0,
             )
         return list(out[0, len(prompt_ids) :].tolist())
+
+    def follows(self, ids: Sequence[int], start: int) -> bool:
+        """Whether each id from position `start` on is what greedy decoding makes of those before it, or a tie."""
+        with torch.inference_mode():
+            logits = self.model(torch.tensor([list(ids)]), use_cache=False).logits[0, start - 1 : -1]
+        chosen = logits.gather(1, torch.tensor(ids[start:])[:, None])[:, 0]
+        return bool((chosen >= logits.max(-1).values - 1e-4).all())
 
     def text(self, ids: Sequence[int]) -> str:
         return str(
