@@ -45,7 +45,7 @@ BREAKS_SOON = {
     "length-is-journal": 0,
     "rewind-bound": 0,
     "cannot-rewind": 0,
-    "windows-count-handed-out": 60,
+    "windows-count-handed-out": 200,
 }
 
 
