@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from swarm.budget import SLICE, Share
 from swarm.digests import Models
 from swarm.errors import MessageError
+from swarm.heads import Held
 from swarm.identity import PeerId
 from swarm.messages import (
     MAX_IDS,
@@ -28,7 +29,7 @@ from swarm.messages import (
     Subscribe,
     Told,
 )
-from swarm.table import Held, Table
+from swarm.table import Table
 
 BATCH_S = 1.0  # renewals wait this long for company; changes don't wait
 MAX_DELTA_BYTES = 15 * 1024  # of a message's 16 KiB; the rest is its frame

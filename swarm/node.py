@@ -7,12 +7,8 @@ the core and nothing queues up here. `_transmit` is the one place where the core
 out: tick, wake the writers, act, re-arm the single timer.
 
 Invariants: `start` returns once a first snapshot is whole (or, for a peer that found nobody, when
-it begins a swarm of its own); a claim is advertised as serving only once somebody has dialled one of
-our addresses back, or while there is nobody to ask; we dial back only where the asker itself is,
-so nobody can make a peer scan others; `close` leaves no task behind.
-
-Where no address is given the remembered ones and the local network (`lan.py`) are tried side by side. A
-peer goes on hearing the local network, and joins whoever it doesn't know yet: two swarms become one.
+it begins a swarm of its own: `joining.py`); a claim is advertised as serving only once somebody has dialled one of
+our addresses back, or while there is nobody to ask (`dialback.py`); `close` leaves no task behind.
 """
 
 from __future__ import annotations
@@ -28,13 +24,14 @@ import time
 from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
 from typing import Any, Literal
 
-from swarm.addresses import Address, is_loopback, parse_address
+from swarm.addresses import Address, parse_address
 from swarm.clocks import describe
 from swarm.dialback import DialsBack, Reachability
-from swarm.errors import IdentityError, PeerFailed, RemoteError, StreamClosed, SwarmError, Unreachable
+from swarm.errors import PeerFailed, RemoteError, StreamClosed, SwarmError, Unreachable
 from swarm.flow import Priority
 from swarm.identity import PeerId
-from swarm.lan import Found, Lan
+from swarm.joining import Hands, Joining
+from swarm.lan import Lan
 from swarm.link import Link, Stream
 from swarm.messages import Delta, DialBack, GossipHello, Message, ModelSeen, Subscribe
 from swarm.records import Descriptor, Load
@@ -56,11 +53,6 @@ from swarm.transport import Transport
 log = logging.getLogger("swarm.node")
 
 SNAPSHOT_TIMEOUT_S = 10.0  # for the first one, after the connection stands
-REMEMBERED_AT_ONCE = 8  # remembered addresses tried side by side at a start; the rest later
-REMEMBERED_FIRST_S = 0.3  # a client asks the LAN only after that, which takes a second library and a question to all
-LAN_PATIENCE_S = 1.5  # a first answer takes 0.2 s; two peers started at once hear each other a second later
-NOBODY_ON_LAN = "no peer announces itself on this local network"
-LAN_AT_ONCE = 4  # peers of the LAN dialled side by side; most often the first one's snapshot tells of the others
 SEEK_TIMEOUT_S = 2.0  # for a list of the models with a name first
 LEAVE_TIMEOUT_S = 1.0  # for the signed leave to get out
 DROP_TIMEOUT_S = 1.0  # for what was queued when a neighbour is let go
@@ -148,9 +140,15 @@ class Node:
         self._reach_us = Reachability(
             transport, self._gossips, self._own_addresses, self._rng, lambda: self.heartbeat(self._load)
         )
-        self._lan = lan
-        self._joining_lan = asyncio.Semaphore(LAN_AT_ONCE)
-        self._lan_joined = asyncio.Event()
+        hands = Hands(
+            dial=self._dial,
+            link_to=transport.link_to,
+            become_neighbours=self._become_neighbours,
+            listed=self._listed,
+            remember=self.registry.remember,
+            own=self._own,
+        )
+        self._joining = Joining(hands, lan, client=role == "client")
         self._closed = False
         transport.on_link.append(self._saw)
 
@@ -175,12 +173,7 @@ class Node:
         for address in reversed(remembered):
             self.registry.remember(str(address), address.peer)
         self._transmit()
-        if self._lan is not None and self.role == "peer":
-            await self._lan.start(self._heard_on_lan)
-        if given:
-            await self._join_given(given, remembered)
-        else:
-            await self._join_without_address(remembered[:REMEMBERED_AT_ONCE])
+        await self._joining.join(given, remembered)
         self._own(self._remember_regularly())
 
     async def leave(self) -> None:
@@ -201,8 +194,7 @@ class Node:
         self.transport.on_link.remove(self._saw)
         if self._timer is not None:
             self._timer.cancel()
-        if self._lan is not None:
-            await self._lan.close()
+        await self._joining.close()
         self._write_remembered(self._worth_remembering())
         for channel in self._channels.values():
             channel.dropped = "leaving"
@@ -346,59 +338,6 @@ class Node:
 
     # ------------------------------------------------------------ joining
 
-    async def _join_any(self, addresses: Sequence[Address], joining: Any) -> None:
-        """Return with the first that works, while the others go on. Raises if all fail."""
-        errors = await _first_of([self._own(joining(address)) for address in addresses])
-        if errors:
-            raise _one_of(addresses, errors)
-
-    async def _join_given(self, given: Sequence[Address], remembered: Sequence[Address]) -> None:
-        try:
-            await self._join_any(given, self._join)
-        except Unreachable as error:
-            places = {(address.host, address.port) for address in given}
-            others = [one for one in remembered if (one.host, one.port) not in places][:REMEMBERED_AT_ONCE]
-            if not others:
-                raise
-            try:
-                await self._join_any(others, self._join_where_remembered)
-            except SwarmError as worse:
-                log.info("and of %d remembered peers: %s", len(others), worse)
-                raise error from None
-            log.warning("%s; joined through a peer remembered from last time", error)
-
-    async def _join_without_address(self, remembered: Sequence[Address]) -> None:
-        ways = []
-        if remembered:
-            ways.append(self._own(self._join_any(remembered, self._join_where_remembered)))
-        if self._lan is not None:
-            after_s = REMEMBERED_FIRST_S if remembered and self.role == "client" else 0.0
-            ways.append(self._own(self._join_lan(self._lan, after_s)))
-        errors = await _first_of(ways)
-        if self._lan is not None and self.role == "client":
-            ways[-1].cancel()
-            await self._lan.close()
-        if ways and not errors:
-            return
-        nobody = self._nobody(remembered, errors)
-        if self.role == "client":
-            raise nobody
-        log.info("starting alone: %s", nobody)
-
-    def _nobody(self, remembered: Sequence[Address], errors: Sequence[SwarmError]) -> Unreachable:
-        """The error of a start without an address: what was tried, in one line."""
-        reasons = [str(error) for error in errors if not _is_silence(error)]
-        if not remembered:
-            reasons = ["no address was given", "none is remembered"]
-        if self._lan is not None:
-            reasons.append(NOBODY_ON_LAN)
-        target = f"the {len(remembered)} remembered addresses" if remembered else "any peer"
-        return Unreachable(target, ", ".join(reasons), "give an address with --join host:port")
-
-    async def _join(self, address: Address) -> None:
-        """Dial, become neighbours, and wait until its snapshot is whole."""
-        await self._become_neighbours(await self._dial(address), str(address))
-
     async def _become_neighbours(self, link: Link, place: str) -> None:
         """Returns once its snapshot is whole. Raises Unreachable."""
         channel = self._open_channel(link)
@@ -412,45 +351,8 @@ class Node:
         except StreamClosed as error:
             raise Unreachable(place, error.reason, "try another peer's address") from None
 
-    async def _join_where_remembered(self, address: Address) -> None:
-        try:
-            await self._join(address)
-        except IdentityError:
-            if not is_loopback(address.host):  # there peers change ports among each other
-                raise
-            await self._join(Address(None, address.host, address.port))
-
-    async def _join_lan(self, lan: Lan, after_s: float) -> None:
-        """Wait for a first neighbour from the LAN. Raises Unreachable."""
-        await asyncio.sleep(after_s)
-        if self.role == "client":
-            await lan.start(self._heard_on_lan)
-        try:
-            async with asyncio.timeout(LAN_PATIENCE_S):
-                await self._lan_joined.wait()
-        except TimeoutError:
-            raise Unreachable("a peer", NOBODY_ON_LAN) from None
-
-    def _heard_on_lan(self, found: Found) -> None:
-        """Somebody who is listed already needs no joining: gossip reaches both of us."""
-        if not self._closed and found.peer not in self._listed():
-            self._own(self._join_found(found))
-
     def _listed(self) -> set[PeerId]:
         return {entry.peer for entry in self.entries()} | {channel.peer for channel in self._channels.values()}
-
-    async def _join_found(self, found: Found) -> None:
-        async with self._joining_lan:
-            if found.peer in self._listed():
-                return
-            self.registry.remember(found.addresses[0], found.peer)  # for ever, if it doesn't answer now
-            try:
-                link = await self.transport.link_to(found.peer, found.addresses)
-                await self._become_neighbours(link, found.addresses[0])
-            except SwarmError as error:
-                log.info("%s announces itself on the local network, but: %s", found.peer[:8], error)
-                return
-            self._lan_joined.set()
 
     async def _dial(self, address: Address) -> Link:
         link = await self.transport.dial(address)
@@ -706,25 +608,6 @@ class Node:
             )
 
 
-async def _first_of(waiting: Collection[asyncio.Task[None]]) -> list[SwarmError]:
-    """Return with the first that works and no errors, while the others go on; with all errors if none does."""
-    errors: list[SwarmError] = []
-    while waiting:
-        done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-        for attempt in done:
-            error = attempt.exception()
-            if error is None:
-                return []
-            if not isinstance(error, SwarmError):
-                raise error
-            errors.append(error)
-    return errors
-
-
-def _is_silence(error: SwarmError) -> bool:
-    return isinstance(error, Unreachable) and error.reason == NOBODY_ON_LAN
-
-
 def clock_warning(off: ClockOff) -> str:
     """For the person whose clock it is."""
     remedy = {"linux": "timedatectl set-ntp true", "win32": "w32tm /resync"}.get(sys.platform, "")
@@ -738,12 +621,3 @@ def clock_warning(off: ClockOff) -> str:
 def _priority(message: Message) -> Priority:
     """Records may be many, and a step must not wait behind them; all else is a few bytes."""
     return Priority.BULK if isinstance(message, Delta) else Priority.CONTROL
-
-
-def _one_of(addresses: Sequence[Address], errors: Sequence[SwarmError]) -> SwarmError:
-    """The error to raise when all addresses failed: the only one, or the one that says most."""
-    telling = [error for error in errors if not isinstance(error, Unreachable)]
-    if len(errors) == 1 or telling:
-        return (telling or list(errors))[0]
-    reasons = dict.fromkeys(error.reason for error in errors if isinstance(error, Unreachable))
-    return Unreachable(", ".join(map(str, addresses)), "; ".join(reasons))

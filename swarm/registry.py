@@ -31,11 +31,13 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from swarm import circle
+from swarm.asks import Asked, Asks
 from swarm.budget import Budget
 from swarm.circle import Circle, Drop, Reach, ReachAddress, Role
 from swarm.clocks import ClockOff, Clocks
 from swarm.digests import Models, check_buckets, differing
 from swarm.errors import MessageError
+from swarm.heads import Held, PeerEntry, head_id, read_head
 from swarm.identity import Identity, PeerId
 from swarm.listing import list_models, merged
 from swarm.messages import (
@@ -54,15 +56,11 @@ from swarm.neighbour import DIGEST_BUCKETS, DIGEST_BUCKETS_LARGE, LARGE, Kind, N
 from swarm.owner import Owner, heartbeat_interval_s
 from swarm.places import MAX_PEERS, group_of
 from swarm.records import Descriptor, Heartbeat, Leave, Load, Record, check_signature
-from swarm.table import Held, PeerEntry, Table, Verdict, head_id, read_head
+from swarm.table import Table, Verdict
 
 __all__ = ["Action", "ClockOff", "Drop", "Kind", "PeerEntry", "Reach", "ReachAddress", "Registry"]
 __all__ += ["SecondInstance", "SnapshotComplete", "heartbeat_interval_s", "in_parts"]
 
-ASK_TIMEOUT_S = 2.0  # then the next one who offered it is asked
-MAX_TRIES = 6  # asks for one head, in turn of those who offered it
-MAX_ASKED = 8192  # heads asked for and not yet here; what doesn't fit is healed by digest
-MAX_OTHERS = 7  # who else offered the same, remembered
 PART_RECORDS = 16  # of a Delta at a time: two signatures each, 0.2 ms to verify one
 DIGEST_S = 10.0  # between reconciliations, with one neighbour each
 DIGEST_MIN_S = 0.5  # a neighbour that sends digests faster isn't answered: each may cost a list of all
@@ -102,17 +100,6 @@ def in_parts(message: Message) -> Iterator[Message]:
         yield Delta(message.records[start:stop], message.complete and stop >= len(message.records))
 
 
-@dataclass
-class _Asked:
-    """A head on its way here. others: neighbours that offered it too. tries: asks yet to come."""
-
-    key: int
-    until: float
-    full: bool
-    others: list[int]
-    tries: int
-
-
 class Registry:
     """identity: None for a client. first_seq: max(persisted + 1, unix ms). unix_ms: the wall clock
     at `now`. only: the models that a client wants to hear of at first (by fingerprint), or None for all."""
@@ -144,7 +131,7 @@ class Registry:
         self._clock_check_at = now
         self._neighbours: dict[int, Neighbour] = {}
         self._gossips: frozenset[PeerId] = frozenset()  # the peers among them
-        self._asked: dict[bytes, _Asked] = {}  # in the order of `until`
+        self._asked = Asks(self._neighbours, self.table)
         self._actions: list[Action] = []
         self._teller: int | None = None  # who tells the snapshot now
         self._teller_heard_at = now
@@ -284,8 +271,7 @@ class Registry:
         if self._teller == key:
             self._teller = None
             self._find_teller(now)  # another one
-        for identifier in [i for i, asked in self._asked.items() if asked.key == key]:
-            self._ask_next(identifier, self._asked.pop(identifier), now)
+        self._asked.lost(key, now)
         if one.kind is not Kind.SUBSCRIBER:
             self._circle.failed(one.peer, now, self.alone)
             self._circle.hurry(now)
@@ -343,8 +329,7 @@ class Registry:
         if owner is not None and owner.due is not None and owner.due <= now:
             self._spread_own(owner.renew(now, len(self.table)), now)
         self._lapse(now)
-        while self._asked and (first := next(iter(self._asked.items())))[1].until <= now:
-            self._ask_next(first[0], self._asked.pop(first[0]), now)
+        self._asked.tick(now)
         if self._teller is not None and now - self._teller_heard_at >= SNAPSHOT_STALL_S:
             self._find_teller(now, instead_of=self._teller)
         if self._models_at <= now and self._models_told != self.table.models_version:
@@ -361,8 +346,7 @@ class Registry:
         times += [at for at in due if at is not None and at > self._ticked_at]  # else it waits for room
         if self._owner is not None:
             times.append(self._owner.due)
-        if self._asked:
-            times.append(next(iter(self._asked.values())).until)
+        times.append(self._asked.deadline)
         if self._teller is not None:
             times.append(self._teller_heard_at + SNAPSHOT_STALL_S)
         if self._models_told != self.table.models_version:
@@ -440,15 +424,10 @@ class Registry:
 
     def _hear_of(self, one: Neighbour, identifier: bytes, full: bool, now: float) -> None:
         """Ask for it, unless it is here or on its way."""
-        if self.table.knows(identifier, now):
-            if self.table.has_ended(identifier):
-                self._object(one, identifier, now)
-            return
-        asked = self._asked.get(identifier)
-        if asked is None:
-            self._ask(one, identifier, _Asked(one.key, 0.0, full, [], MAX_TRIES), now)
-        elif one.key != asked.key and one.key not in asked.others and len(asked.others) < MAX_OTHERS:
-            asked.others.append(one.key)
+        if not self.table.knows(identifier, now):
+            self._asked.offered(one, identifier, full, now)
+        elif self.table.has_ended(identifier):
+            self._object(one, identifier, now)
 
     def _on_delta(self, one: Neighbour, message: Delta, now: float) -> None:
         if one.key == self._teller:
@@ -462,9 +441,7 @@ class Registry:
 
     def _hear(self, one: Neighbour, told: Told, now: float) -> None:
         identifier = head_id(told.head)
-        asked = self._asked.pop(identifier, None)
-        if asked is not None and asked.key != one.key and asked.key in self._neighbours:
-            self._neighbours[asked.key].unask(identifier)
+        asked = self._asked.told(one, identifier)
         if self.table.knows(identifier, now) or not self._is_paid(one, told, asked, now):
             return
         head = read_head(told.head)
@@ -474,7 +451,7 @@ class Registry:
         verdict = self.table.accept(told, now, head)
         others = asked.others if asked is not None else []
         if verdict is Verdict.INCOMPLETE and not (asked is not None and asked.full):
-            self._ask(one, identifier, _Asked(one.key, 0.0, True, others, MAX_TRIES), now)
+            self._asked.offered(one, identifier, True, now, others)
         elif verdict in (Verdict.CHANGED, Verdict.RENEWED):
             held = self.table.get(head.peer)
             assert held is not None
@@ -486,9 +463,9 @@ class Registry:
         elif verdict is Verdict.NO_ROOM:
             one.share.was_useless(now)
         if asked is not None and others and self.table.doubts(identifier, now):
-            self._ask_next(identifier, asked, now, again=False)
+            self._asked.next(identifier, asked, now, again=False)
 
-    def _is_paid(self, one: Neighbour, told: Told, asked: _Asked | None, now: float) -> bool:
+    def _is_paid(self, one: Neighbour, told: Told, asked: Asked | None, now: float) -> bool:
         """Whether reading this is within the work that may be made for us."""
         signatures = 1 if told.descriptor is None else 2
         if asked is not None:
@@ -571,7 +548,7 @@ class Registry:
     def _subscription(self) -> tuple[bytes, ...] | None:
         return None if self._only is None else tuple(sorted(self._only))
 
-    # ------------------------------------------------------------ spreading and asking
+    # ------------------------------------------------------------ spreading
 
     def _publisher(self) -> Owner:
         assert self._owner is not None, "a client advertises nothing"
@@ -612,23 +589,6 @@ class Registry:
         peer = self.table.owner_of(identifier)
         if peer is not None and one.kind is Kind.GOSSIP:
             one.object(peer, now)
-
-    def _ask(self, one: Neighbour, identifier: bytes, asked: _Asked, now: float) -> None:
-        if len(self._asked) < MAX_ASKED:
-            one.ask(identifier, asked.full)
-            asked.key, asked.until = one.key, now + ASK_TIMEOUT_S
-            self._asked[identifier] = asked
-
-    def _ask_next(self, identifier: bytes, asked: _Asked, now: float, *, again: bool = True) -> None:
-        """Of whoever else offered it, and in the end of the same again; if nobody answers, the digest heals it."""
-        before = self._neighbours.get(asked.key)
-        waited = before is not None and before.unask(identifier)  # there was no room to ask for it yet
-        offered = (*asked.others, asked.key) if again else asked.others
-        turn = [key for key in offered if key in self._neighbours]
-        asked.tries -= not waited
-        if turn and asked.tries > 0 and not self.table.knows(identifier, now):
-            asked.others = turn[1:]
-            self._ask(self._neighbours[turn[0]], identifier, asked, now)
 
     # ------------------------------------------------------------ what comes with time
 

@@ -31,22 +31,32 @@ Invariants:
 from __future__ import annotations
 
 import enum
-import hashlib
 import heapq
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from swarm.digests import Digests, Models
 from swarm.errors import MessageError
+from swarm.heads import (
+    Gone,
+    Held,
+    PeerEntry,
+    Rank,
+    differs,
+    digest_value,
+    entry_of,
+    head_id,
+    is_doubtful,
+    rank_of,
+    read_head,
+)
 from swarm.identity import PeerId
-from swarm.messages import RECORD_ID_BYTES, Told
-from swarm.owner import LEASE_INTERVALS, heartbeat_interval_s
+from swarm.messages import Told
+from swarm.owner import heartbeat_interval_s
 from swarm.places import Places, groups_of
 from swarm.records import (
     MAX_LEASE_S,
-    STATES,
     Descriptor,
     Heartbeat,
     Leave,
@@ -60,22 +70,11 @@ MAX_GONE = 16_384  # tombstones, about 700 bytes each; the oldest go first
 MAX_SEEN = 65_536  # identifiers of heads that need no asking for any more, about 100 bytes each
 GONE_S = 3600.0  # far above MAX_LEASE_S, so that a replayed heartbeat finds the tombstone
 RECENT_S = 600.0  # a peer that lapsed since then counts as known ("4 of 5 known peers alive")
-DOUBT_SLACK_S = 2.0  # above an interval, for the way here
 OPINIONS = 8  # on the age of one head, at most
 FADED = 0.5  # share of its lease after which a head no longer counts in a digest
 FADE_LOOK_S = 1.0  # between looks for such heads: one walks through the table
 RENEWALS = 16  # heads of one owner at once (it may change its mind while it joins); one more each half interval
 assert GONE_S > 2 * MAX_LEASE_S
-
-
-class Rank(NamedTuple):
-    """The order of one peer's heads. A leave stands where a descriptor of its seq would."""
-
-    seq: int
-    leave: bool
-    hash: bytes
-    heartbeat_seq: int
-    heartbeat_hash: bytes
 
 
 class Verdict(enum.Enum):
@@ -87,77 +86,12 @@ class Verdict(enum.Enum):
     CHANGED = "something that others want to know at once"
 
 
-@dataclass(frozen=True)
-class PeerEntry:
-    """One live peer. age_s: since its heartbeat was issued. lease_left_s: until it lapses."""
-
-    descriptor: Descriptor
-    heartbeat: Heartbeat
-    descriptor_bytes: bytes
-    age_s: float
-    lease_left_s: float
-
-    @property
-    def peer(self) -> PeerId:
-        return self.descriptor.peer
-
-
-@dataclass(frozen=True, slots=True)
-class Held:
-    """A head and what belongs to it. descriptor: None after a leave. issued_at, lapses_at and heard_at (when it
-    was first heard of here): on the table's clock. opinions: on its age, wanted yet."""
-
-    rank: Rank
-    head: Heartbeat | Leave
-    head_bytes: bytes
-    head_id: bytes
-    descriptor: Descriptor | None
-    descriptor_bytes: bytes | None
-    fingerprint: bytes | None
-    addresses: tuple[str, ...]
-    issued_at: float
-    lapses_at: float
-    heard_at: float
-    opinions: int
-
-    @property
-    def peer(self) -> PeerId:
-        return self.head.peer
-
-    def matches(self, only: Models | None) -> bool:
-        return only is None or self.fingerprint in only
-
-
-@dataclass(frozen=True, slots=True)
-class Gone:
-    """A tombstone. Whatever isn't above `rank`, or has a seq up to `seq`, came before the end. head_bytes: the
-    newest head, for objections. left: said goodbye, so nobody counts it as missing."""
-
-    rank: Rank
-    seq: int
-    head_bytes: bytes
-    head_id: bytes
-    lease_s: float
-    issued_at: float
-    heard_at: float
-    opinions: int
-    fingerprint: bytes | None
-    addresses: tuple[str, ...]
-    left: bool
-    since: float
-
-
 @dataclass(slots=True)
 class _Pace:
     """How many more heads of one owner may be taken now."""
 
     left: float
     at: float
-
-
-def head_id(head_bytes: bytes) -> bytes:
-    """The short identifier under which a head is offered."""
-    return hashlib.sha256(head_bytes).digest()[:RECORD_ID_BYTES]
 
 
 class Table:
@@ -229,12 +163,12 @@ class Table:
 
     def live(self, now: float, fingerprint: bytes | None = None) -> tuple[PeerEntry, ...]:
         only = None if fingerprint is None else Models((fingerprint,))
-        found = (_entry(held, now) for held in self.held(only))
+        found = (entry_of(held, now) for held in self.held(only))
         return tuple(entry for entry in found if entry is not None)
 
     def entry(self, peer: PeerId, now: float) -> PeerEntry | None:
         held = self._held.get(peer)
-        return _entry(held, now) if held is not None else None
+        return entry_of(held, now) if held is not None else None
 
     def addresses(self, peer: PeerId) -> tuple[str, ...]:
         """What the peer last said of where it listens, alive or not."""
@@ -295,7 +229,7 @@ class Table:
         descriptor = self._descriptor_of(head, told)
         if isinstance(head, Heartbeat) and descriptor is None:
             return self._without_descriptor(head, identifier, now)
-        rank = _rank(head, told.head, descriptor[0] if descriptor else None)
+        rank = rank_of(head, told.head, descriptor[0] if descriptor else None)
         if not self._outranks(rank, head, identifier, now):
             self._see(identifier, head.peer)
             return Verdict.ENDED if head.peer in self._gone else Verdict.STALE
@@ -358,7 +292,7 @@ class Table:
     def _another_opinion(self, held: Held, age_s: float, now: float) -> Verdict:
         """The youngest of them counts, and none is younger than our own knowledge."""
         issued_at = max(held.issued_at, min(now - age_s, held.heard_at))
-        opinions = held.opinions - 1 if _is_doubtful(age_s, held.head) else 0
+        opinions = held.opinions - 1 if is_doubtful(age_s, held.head) else 0
         self._replace(
             held,
             replace(
@@ -381,7 +315,7 @@ class Table:
         self._check(head, told.head)
         rank = past.rank
         if isinstance(head, Leave) or head.descriptor_hash == rank.hash:
-            rank = max(rank, _rank(head, told.head, None, rank.seq))
+            rank = max(rank, rank_of(head, told.head, None, rank.seq))
         if isinstance(past, Held):
             self._drop(past)
         self._see(identifier, head.peer)
@@ -497,11 +431,11 @@ class Table:
             issued_at=issued_at,
             lapses_at=issued_at + head.lease_s,
             heard_at=heard_at,
-            opinions=OPINIONS if _is_doubtful(told.age_s, head) else 0,
+            opinions=OPINIONS if is_doubtful(told.age_s, head) else 0,
         )
         self._replace(before, held)
         self._see(identifier, head.peer)
-        return Verdict.CHANGED if before is None or _differs(before, held) else Verdict.RENEWED
+        return Verdict.CHANGED if before is None or differs(before, held) else Verdict.RENEWED
 
     def _replace(self, before: Held | None, held: Held) -> None:
         if before is not None:
@@ -510,10 +444,10 @@ class Table:
         self._by_id[held.head_id] = held.peer
         if before is None:
             self._paces[held.peer] = _Pace(RENEWALS - 1, held.heard_at)
-        if before is None or _differs(before, held) or held.peer in self._faded:
+        if before is None or differs(before, held) or held.peer in self._faded:
             if before is not None:
                 self._leave_digests(before)
-            self.digests.add(held.peer, held.fingerprint, _digest_value(held))
+            self.digests.add(held.peer, held.fingerprint, digest_value(held))
         if before is None or before.rank.hash != held.rank.hash:
             if before is not None:
                 self._uncount(before)
@@ -593,51 +527,3 @@ class Table:
         self._seen[identifier] = peer
         if len(self._seen) > MAX_SEEN:
             del self._seen[next(iter(self._seen))]
-
-
-def read_head(data: bytes) -> Heartbeat | Leave:
-    """Decode, without checking the signature. Raises MessageError."""
-    record = read_record(data)
-    if isinstance(record, Descriptor):
-        raise MessageError("a descriptor can't stand where a heartbeat or a leave belongs")
-    return record
-
-
-def _rank(
-    head: Heartbeat | Leave, head_bytes: bytes, descriptor: Descriptor | None, descriptor_seq: int = 0
-) -> Rank:
-    if isinstance(head, Leave):
-        return Rank(head.seq, True, record_hash(head_bytes), 0, b"")
-    seq = descriptor.seq if descriptor is not None else descriptor_seq
-    return Rank(seq, False, head.descriptor_hash, head.seq, record_hash(head_bytes))
-
-
-def _is_doubtful(age_s: float, head: Heartbeat | Leave) -> bool:
-    """Older than an owner that is alive lets its newest head become, so another opinion is worth having."""
-    return isinstance(head, Heartbeat) and age_s > head.lease_s / LEASE_INTERVALS + DOUBT_SLACK_S
-
-
-def _differs(before: Held, after: Held) -> bool:
-    """Whether others should hear of it at once, and not with the next batch."""
-    if isinstance(before.head, Leave) or isinstance(after.head, Leave):
-        return True
-    return before.rank.hash != after.rank.hash or before.head.state != after.head.state
-
-
-def _digest_value(held: Held) -> int:
-    """What a head adds to a digest: the same for all that nobody needs to hear of at once (`_differs`)."""
-    state = STATES.index(held.head.state) if isinstance(held.head, Heartbeat) else 0
-    return int.from_bytes(held.rank.hash[:8], "big") + state
-
-
-def _entry(held: Held, now: float) -> PeerEntry | None:
-    if held.lapses_at <= now or held.descriptor is None or held.descriptor_bytes is None:
-        return None
-    assert isinstance(held.head, Heartbeat)
-    return PeerEntry(
-        descriptor=held.descriptor,
-        heartbeat=held.head,
-        descriptor_bytes=held.descriptor_bytes,
-        age_s=max(0.0, now - held.issued_at),
-        lease_left_s=held.lapses_at - now,
-    )

@@ -15,7 +15,7 @@ import json
 import sys
 from collections.abc import Iterable
 
-from swarm import circle, neighbour, owner, registry
+from swarm import asks, circle, neighbour, owner, registry
 from swarm.errors import SwarmError
 from swarm.identity import PeerId
 from swarm.node import Node
@@ -25,7 +25,8 @@ from tests.sim.registries import descriptor, serving
 
 PACED = {
     circle: ("CHECK_S", "RETRY_S", "RETRY_ALONE_S", "ROTATE_S", "HEAL_S", "FIRST_HEAL_S"),
-    registry: ("ASK_TIMEOUT_S", "DIGEST_S", "DIGEST_MIN_S"),
+    asks: ("ASK_TIMEOUT_S",),
+    registry: ("DIGEST_S", "DIGEST_MIN_S"),
     neighbour: ("BATCH_S",),
 }
 

@@ -180,7 +180,7 @@ async def test_peers_and_a_client_without_an_address_make_one_swarm(nodes: list[
 async def test_an_announced_identity_must_be_proved(
     nodes: list[Node], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("swarm.node.LAN_PATIENCE_S", 0.6)
+    monkeypatch.setattr("swarm.joining.LAN_PATIENCE_S", 0.6)
     await peer(nodes, "liar", announced_as=ADA)
     with caplog.at_level(logging.INFO, "swarm.node"), pytest.raises(Unreachable, match="this local network"):
         await client(nodes)
@@ -190,7 +190,7 @@ async def test_an_announced_identity_must_be_proved(
 async def test_where_nobody_is_the_error_says_what_was_tried(
     nodes: list[Node], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("swarm.node.LAN_PATIENCE_S", 0.05)
+    monkeypatch.setattr("swarm.joining.LAN_PATIENCE_S", 0.05)
     tried = "no address was given, none is remembered, no peer announces itself on this local network"
     with pytest.raises(Unreachable, match=f"{tried}.*--join"):
         await client(nodes)
@@ -213,6 +213,6 @@ async def test_a_remembered_peer_that_answers_leaves_the_lan_in_peace(
     def disturbed(*_: object, **__: object) -> AsyncZeroconf:
         raise AssertionError("nobody had to be looked for")
 
-    monkeypatch.setattr("swarm.node.REMEMBERED_FIRST_S", WITHIN_S)
+    monkeypatch.setattr("swarm.joining.REMEMBERED_FIRST_S", WITHIN_S)
     monkeypatch.setattr("zeroconf.asyncio.AsyncZeroconf", disturbed)
     await until_listed(await client(nodes, state), {"ada"})

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from routing.spans import Span
-from swarm import circle, table
+from swarm import circle
 from swarm.errors import MessageError
+from swarm.heads import Rank
 from swarm.identity import Identity
 from swarm.messages import Ask, Delta, Digest, GossipHello, Offer, Subscribe, Told
 from swarm.owner import heartbeat_interval_s
@@ -403,7 +404,7 @@ class Churn(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.world = World(0, loss=0.3, doubling=0.2)
-        self.ranks: dict[tuple[str, int, str], table.Rank] = {}
+        self.ranks: dict[tuple[str, int, str], Rank] = {}
         self.ended: dict[str, float] = {}  # name -> when it crashed or left
         for name in self.NAMES:
             self._start(name)

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from swarm import budget, registry
+from swarm import asks, budget
+from swarm.heads import head_id, read_head
 from swarm.identity import Identity, PeerId
 from swarm.messages import Ask, Delta, Message, Offer, Told
 from swarm.records import Record, check_signature
 from swarm.registry import Kind, Reach, Registry
-from swarm.table import head_id, read_head
 from tests.sim.registries import World, descriptor, serving
 from tests.told import ALICE, LEASE_S, told
 
@@ -209,7 +209,7 @@ def test_one_neighbour_that_offers_without_end_doesnt_starve_the_others(
 ) -> None:
     monkeypatch.setattr(budget, "RESERVE", 50.0)
     monkeypatch.setattr(budget, "PER_S", 50.0)
-    monkeypatch.setattr(registry, "ASK_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(asks, "ASK_TIMEOUT_S", 0.5)
     watched = Watched()
     for key in range(1, 6):
         watched.neighbour(key)

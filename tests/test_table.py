@@ -8,10 +8,11 @@ import pytest
 
 from swarm import places, table
 from swarm.errors import MessageError
+from swarm.heads import head_id
 from swarm.identity import Identity
 from swarm.messages import Told
 from swarm.records import MAX_LEASE_S, SIGNATURE_BYTES, open_descriptor, record_hash, sign_record
-from swarm.table import Table, Verdict, head_id
+from swarm.table import Table, Verdict
 from tests.sim.registries import FINGERPRINT
 from tests.told import ALICE, LEASE_S, a_descriptor, a_heartbeat, left, told
 

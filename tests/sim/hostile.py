@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import msgpack
 
+from swarm.heads import head_id
 from swarm.messages import (
     Ask,
     Delta,
@@ -33,7 +34,6 @@ from swarm.records import (
     record_hash,
     sign_record,
 )
-from swarm.table import head_id
 from tests.sim.network import End, Host
 from tests.sim.records import descriptor
 

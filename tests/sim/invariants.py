@@ -19,13 +19,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from swarm.asks import MAX_ASKED
 from swarm.circle import KEPT_NEIGHBOURS, MAX_ADDRESSES, MAX_NEIGHBOURS
+from swarm.heads import Held
 from swarm.identity import PeerId, peer_id
 from swarm.messages import Delta, Told
 from swarm.neighbour import MAX_OBJECTIONS, MAX_OWED, MAX_SNAPSHOTS, Kind
 from swarm.places import MAX_PEERS, MAX_PER_GROUP, MAX_TURNED_AWAY, groups_of
-from swarm.registry import MAX_ASKED
-from swarm.table import MAX_GONE, MAX_SEEN, Held
+from swarm.table import MAX_GONE, MAX_SEEN
 from tests.sim.network import End
 from tests.sim.records import Signed
 

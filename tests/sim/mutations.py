@@ -14,10 +14,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
-from swarm import circle, neighbour, owner, places, records, registry, table
+from swarm import asks, circle, neighbour, owner, places, records, registry, table
+from swarm.heads import Rank, read_head
 from swarm.messages import Delta, Told
 from swarm.records import Descriptor, Leave
-from swarm.table import Rank, Verdict
+from swarm.table import Verdict
 from tests.sim import records as notary
 
 
@@ -114,7 +115,7 @@ def _renew_whatever_is_held(before: Any) -> Any:
 
 def _ignore_leaves(before: Any) -> Any:
     def accept(self: Any, told: Told, now: float, head: Any = None) -> Verdict:
-        found = head or table.read_head(told.head)
+        found = head or read_head(told.head)
         return Verdict.STALE if isinstance(found, Leave) else before(self, told, now, found)
 
     return accept
@@ -144,7 +145,7 @@ RULES: dict[str, list[Patch]] = {
     "hash-tie-break": [Patch(table.Table, "_outranks", _no_tie_break)],
     "tombstones": [Patch(table.Table, "_bury", _drop_only)],
     "first-hearing": [Patch(table.Table, "_store", _forget_first_hearing)],
-    "lease": [Patch(table, "_entry", _live_for_ever), Patch(table.Table, "lapse", _always([]))],
+    "lease": [Patch(table, "entry_of", _live_for_ever), Patch(table.Table, "lapse", _always([]))],
     "age-told": [Patch(table.Table, "told", _tell_no_age)],
     "age-heard": [Patch(table.Table, "accept", _hear_no_age)],
     "leaves": [Patch(table.Table, "accept", _ignore_leaves)],
@@ -152,7 +153,7 @@ RULES: dict[str, list[Patch]] = {
     "objections": [Patch(registry.Registry, "_object", _always(None))],
     "digests": [Patch(registry.Registry, "_on_digest", _always(None))],
     "faded-heads": [Patch(table.Table, "fade", _always(None))],
-    "asks-again": [Patch(registry.Registry, "_ask_next", _unanswered)],
+    "asks-again": [Patch(asks.Asks, "next", _unanswered)],
     "spread": [Patch(registry.Registry, "_spread", _always(None))],
     "heal-dials": [Patch(circle.Circle, "_heal", _always([]))],
     "new-neighbours": [Patch(circle.Circle, "_fill", _always([]))],
@@ -160,7 +161,7 @@ RULES: dict[str, list[Patch]] = {
     "room-for-neighbours": [Patch(registry.Registry, "_full", _always(False))],
     "room-by-group": [Patch(places.Places, "victims", _always([]))],
     "answers-owed": [Patch(neighbour, "MAX_OWED", lambda _: 10**9)],
-    "heads-asked": [Patch(registry, "MAX_ASKED", lambda _: 10**9)],
+    "heads-asked": [Patch(asks, "MAX_ASKED", lambda _: 10**9)],
     "snapshot-in-parts": [Patch(neighbour.Neighbour, "_next_of_all", _whole_snapshot)],
     "snapshot": [Patch(neighbour.Neighbour, "tell_all", _always(None))],
 }
