@@ -10,6 +10,7 @@ What can't work is refused by what its config and class say, with the reason, be
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
@@ -99,16 +100,24 @@ def served_config(config: PretrainedConfig) -> PretrainedConfig:
     Raises UnsupportedModel with the reason. Needs nothing but the config.
     """
     if config.is_encoder_decoder:
-        raise _refused(config, "it has cross-attention to an encoder")
+        raise refused(config, "it has cross-attention to an encoder")
     text = config.get_text_config(decoder=True)
     reason = _reason_against(text)
     if reason is not None:
-        raise _refused(config, reason)
+        raise refused(config, reason)
+    if text is not config:
+        text = copy.deepcopy(text)
+        for name in ("bos_token_id", "eos_token_id", "dtype"):  # what is said of the whole holds for its text
+            if getattr(config, name, None) is not None:
+                object.__setattr__(text, name, getattr(config, name))
     return text
 
 
-def _refused(config: PretrainedConfig, reason: str) -> UnsupportedModel:
-    return UnsupportedModel(f"a {config.model_type} model can't be served: {reason}")
+def refused(config: PretrainedConfig, reason: str) -> UnsupportedModel:
+    """The error for a model that can't be served."""
+    return UnsupportedModel(
+        f"a {config.model_type} model can't be served: {reason}; docs/models.md lists families that can"
+    )
 
 
 def _reason_against(config: PretrainedConfig) -> str | None:

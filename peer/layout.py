@@ -234,7 +234,7 @@ def load_config(files: ModelFiles) -> PretrainedConfig:
             f"which transformers {transformers.__version__} doesn't know; "
             "a newer one may: pip install -U transformers"
         )
-    if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not isinstance(raw.get("text_config"), dict):
         raise UnsupportedModel(
             f"{files.label} is of type {model_type!r}, which doesn't generate text; "
             "use a causal language model"

@@ -27,7 +27,7 @@ from transformers.core_model_loading import WeightTransform
 from transformers.initialization import no_init_weights
 
 from peer.attention import ATTENTION
-from peer.families import Way, depends_on_length, family
+from peer.families import Way, depends_on_length, family, refused
 from peer.kv import LayerKV
 from peer.trial import NOTING, Notes, NotingCache, accepted, run_up_to_attention
 from routing.spans import Span
@@ -137,14 +137,14 @@ def outline(config: PretrainedConfig, way: Way | None = None) -> Outline:
 
 @lru_cache(maxsize=4)
 def _outline(asked: _Asked) -> Outline:
-    config, kind = asked.config, asked.config.model_type
+    config = asked.config
     try:
         found = _packing_outline(config) if asked.way is not Way.OWN_CACHE else None
         return found or _own_cache_outline(config)
     except (ImportError, UnsupportedModel):
         raise
     except Exception as error:  # whatever a family's code does on meta
-        raise UnsupportedModel(f"a {kind} model can't be served: it can't be taken apart ({_line(error)})") from error
+        raise refused(config, f"it can't be taken apart ({_line(error)})") from error
 
 
 def _packing_outline(config: PretrainedConfig) -> Outline | None:
@@ -170,14 +170,9 @@ def _own_cache_outline(config: PretrainedConfig) -> Outline:
     if said is not None:
         notes.kv, notes.failed = [said(config)] * len(notes.kv), None
     if notes.failed is not None:
-        raise UnsupportedModel(
-            f"a {config.model_type} model can't be served: what its layers keep between tokens "
-            f"isn't known ({_line(notes.failed)})"
-        )
+        raise refused(config, f"what its layers keep between tokens isn't known ({_line(notes.failed)})")
     if not any(notes.kv):
-        raise UnsupportedModel(
-            f"a {config.model_type} model can't be served: its layers keep no keys and values in transformers' cache"
-        )
+        raise refused(config, "its layers keep no keys and values in transformers' cache")
     return _outline_of(model, path, notes, Way.OWN_CACHE)
 
 
@@ -228,5 +223,5 @@ def layers_path(model: PreTrainedModel) -> str:
         if isinstance(module, nn.ModuleList) and len(module) == count
     }
     if not sizes:
-        raise UnsupportedModel(f"a {model.config.model_type} model has no list of {count} layers to split")
+        raise refused(model.config, f"it has no list of {count} layers to split")
     return max(sizes, key=lambda name: sizes[name])

@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from peer.attention import Row
-from peer.families import FAMILIES, TESTED_TRANSFORMERS, Way, family
+from peer.families import FAMILIES, TESTED_TRANSFORMERS, Way, family, refused
 from peer.model import PackedStep, SpanModel
 from peer.outline import Outline, build_full, build_whole, outline, put_tensor
 from routing.spans import Span
@@ -75,9 +75,8 @@ def _proven(asked: _Config) -> Outline:
     except _CannotTry as error:
         if tested:  # nothing was measured against it
             return outline(config, known.way)
-        raise UnsupportedModel(
-            f"a {config.model_type} model can't be served: it isn't among the tested families, and no small model of "
-            f"its shape could be made to try it with ({error})"
+        raise refused(
+            config, f"it isn't a tested family, and no small model of its shape could be made to try it with ({error})"
         ) from error
     return outline(config, way)
 
@@ -92,9 +91,9 @@ def _shown_right(config: PretrainedConfig, way: Way | None) -> Way | None:
             if fault is None:
                 return tried
             failures.append(fault)
-    raise UnsupportedModel(
-        f"a {config.model_type} model can't be served: a small random model of its shape, cut into spans, doesn't give "
-        f"the numbers of the whole ({failures[0]})"
+    raise refused(
+        config,
+        f"a small random model of its shape, cut into spans, doesn't give the numbers of the whole ({failures[0]})",
     )
 
 
@@ -267,7 +266,7 @@ class _Trial:
             exact = [whole(torch.tensor([text]), use_cache=False).logits[0] for text in texts]
             cut_short = whole(torch.tensor([texts[0][:8]]), use_cache=False).logits[0]
         if (cut_short - exact[0][:8]).abs().max() > TOLERANCE * exact[0].abs().max():
-            raise UnsupportedModel(f"a {config.model_type} model can't be served: it attends in both directions")
+            raise refused(config, "it attends in both directions")
         return _Trial(config, weights, texts, exact)
 
     def fault(self, way: Way | None) -> str | None:

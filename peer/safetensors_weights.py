@@ -68,7 +68,7 @@ class SafetensorsFormat:
 
 def _translate(stored: str, plan: Outline) -> tuple[str | None, SafetensorsPart]:
     """The model's name for a stored tensor (None: the model has no use for it), and where it goes."""
-    name, part = stored, SafetensorsPart(stored)
+    name, part = _in_language_model(stored), SafetensorsPart(stored)
     for transform in plan.transforms:
         renamed, pattern = transform.rename_source_key(name)
         if pattern is None:
@@ -86,6 +86,11 @@ def _translate(stored: str, plan: Outline) -> tuple[str | None, SafetensorsPart]
             part = SafetensorsPart(stored, expert, order)
         name = renamed
     return _present(name, plan.shapes), part
+
+
+def _in_language_model(stored: str) -> str:
+    """A multimodal model's checkpoint has its language model's tensors under one of these names."""
+    return ".".join(word for word in stored.split(".") if word not in ("language_model", "text_model"))
 
 
 def _present(name: str, expected: Mapping[str, tuple[int, ...]]) -> str | None:

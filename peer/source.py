@@ -159,8 +159,10 @@ def _describe(
         return ModelSource(name, fingerprint, model.config, model.tensors, files, model.bundle)
     layout = read_layout(files, progress)
     files.fetch(layout.small, progress)
-    config = _served(load_config(files))  # before hashing what may be hundreds of gigabytes
+    whole = load_config(files)
+    config = _served(whole)  # before hashing what may be hundreds of gigabytes
     tensors = weights_of(files.headers(layout.weights, progress), quantisation_of(files))
+    _tie_head(config, whole, tensors)
     bundle = make_bundle(files, layout, config, cache)
     fingerprint = canonical_hash(MODEL_DOMAIN, layout.hashes(files, progress))
     return ModelSource(served_name or default, fingerprint, config, tensors, files, bundle)
@@ -174,6 +176,13 @@ def _served(config: PretrainedConfig) -> PretrainedConfig:
     served = served_config(config)
     proven_outline(served)
     return served
+
+
+def _tie_head(config: PretrainedConfig, whole: PretrainedConfig, tensors: Iterable[str]) -> None:
+    """Of a multimodal model's text part: families differ in which of the two configs speaks of the head, but one
+    that isn't the embedding's is always stored."""
+    if config is not whole and config.model_type != whole.model_type:
+        config.tie_word_embeddings = not any(name.endswith("lm_head.weight") for name in tensors)
 
 
 def _is_path(text: str) -> bool:

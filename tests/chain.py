@@ -9,7 +9,8 @@ import torch
 
 from peer.attention import Row
 from peer.cache import SessionCache
-from peer.model import PackedStep
+from peer.checkpoint import Checkpoint
+from peer.model import PackedStep, SpanModel
 from peer.weights import load_span
 from routing.spans import Span
 from tests.tiny import MemoryCheckpoint
@@ -22,10 +23,15 @@ class Chain:
         self, model: torch.nn.Module, cuts: Sequence[int], dtype: torch.dtype = torch.float32
     ) -> None:
         checkpoint = MemoryCheckpoint(model)
-        bounds = [0, *cuts, model.config.num_hidden_layers]
-        self.spans = [Span(a, b) for a, b in pairwise(bounds)]
-        self.hops = [load_span(checkpoint, span, dtype) for span in self.spans]
+        self.hops = load_cut(checkpoint, cuts, dtype)
         checkpoint.close()
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint, cuts: Sequence[int]) -> Chain:
+        """From files that are there already."""
+        made = cls.__new__(cls)
+        made.hops = load_cut(checkpoint, cuts, torch.float32)
+        return made
 
     def open(self, positions: int) -> list[SessionCache]:
         return [hop.new_cache(positions) for hop in self.hops]
@@ -45,6 +51,11 @@ class Chain:
             hidden = out.hidden
         assert out.logits is not None
         return out.logits
+
+
+def load_cut(checkpoint: Checkpoint, cuts: Sequence[int], dtype: torch.dtype) -> list[SpanModel]:
+    bounds = [0, *cuts, checkpoint.config.num_hidden_layers]
+    return [load_span(checkpoint, Span(a, b), dtype) for a, b in pairwise(bounds)]
 
 
 def uncut_logits(model: torch.nn.Module, ids: Sequence[int]) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 import pytest
@@ -9,9 +10,13 @@ import torch
 import transformers
 from torch import Tensor
 
-from peer.cache import SessionCache
-from peer.families import FAMILIES, TESTED_TRANSFORMERS, Way, served_config
+from peer.attention import Row
+from peer.cache import KvPool, SessionCache
+from peer.families import FAMILIES, Way, served_config
+from peer.kv import KvSizes
+from peer.model import PackedStep
 from peer.proof import proven_outline
+from swarm.errors import UnsupportedModel
 from tests.chain import Chain
 from tests.tiny import random_model
 from tests.tiny_families import (
@@ -23,12 +28,14 @@ from tests.tiny_families import (
     LEARNED,
     MLA,
     MULTI_QUERY,
+    REFUSED,
     SCALED_ROPE,
     SINKS,
     SOFT_CAPS,
     TIED,
     WINDOWS,
     Case,
+    Refused,
 )
 
 torch.set_num_threads(1)
@@ -146,6 +153,25 @@ def test_a_case_shows_what_it_says(case: Case) -> None:
     assert {word for word, there in seen.items() if there} == set(case.shows) & set(seen)
 
 
-def test_the_tests_were_run_with_what_they_say() -> None:
-    oldest, newest = (tuple(map(int, version.split("."))) for version in TESTED_TRANSFORMERS)
-    assert oldest <= newest
+@pytest.mark.parametrize("refused", REFUSED, ids=lambda refused: refused.name)
+def test_what_can_not_work_is_refused_with_the_reason(refused: Refused) -> None:
+    with pytest.raises(UnsupportedModel, match=re.escape(refused.reason)) as caught:
+        proven_outline(served_config(refused.config()))
+    assert str(caught.value).endswith("; docs/models.md lists families that can")
+
+
+def test_what_a_family_with_a_cache_of_its_own_keeps_is_in_the_sessions_reservation() -> None:
+    case = next(case for case in CASES if case.family == "bloom")
+    hop = Chain(random_model(case.config()), cuts=[2]).hops[1]
+    assert hop.way is Way.OWN_CACHE
+    sizes = KvSizes(hop.kv, hop.dtype.itemsize, context=RESERVED, start=hop.span.start)
+    pool = KvPool(sizes, hop.span, sizes.bytes(RESERVED, hop.span), dtype=hop.dtype)
+    cache = pool.reserve("session", RESERVED)
+    assert (cache.nbytes, pool.free_positions) == (pool.ledger.total, 0)
+    for layer in cache.layers:
+        layer.keys.fill_(torch.nan)
+    cache.begin(0, 5)
+    hop.forward(PackedStep(hop.span, [Row(cache, 0, 5)], hidden=torch.randn(5, hop.width)))
+    assert [layer.keys.isnan().all(dim=(0, 1, 3)).tolist() for layer in cache.layers] == [
+        [False] * 5 + [True] * (RESERVED - 5)
+    ] * len(hop.span)

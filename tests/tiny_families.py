@@ -5,7 +5,7 @@ Everything that a config asks for beyond the plainest decoder is named in `shows
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from transformers import CONFIG_MAPPING, PretrainedConfig
@@ -183,4 +183,49 @@ CASES: tuple[Case, ...] = (
     case("vaultgemma", GROUPED, WINDOWS, SOFT_CAPS, TIED, head_dim=16, query_pre_attn_scalar=16, **MIXED),
     case("xglm", SINUSOIDS, TIED, num_layers=LAYERS, attention_heads=4, d_model=32, ffn_dim=48),
     case("youtu", MLA, TIED, **LATENT),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Refused:
+    """One kind of model that can't be served yet. reason: what is said of it. such_as: families of the kind."""
+
+    kind: str
+    family: str
+    reason: str
+    such_as: str
+    differs: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind.replace(' ', '_')}-{self.family}"
+
+    def config(self) -> PretrainedConfig:
+        return CONFIG_MAPPING[self.family](**self.differs)
+
+
+_CROSS, _STATE = "it has cross-attention to an encoder", "its layers keep other state than keys and values"
+_HYBRIDS = "Qwen3-Next, Qwen3.5, Jamba, Bamba, Granite 4 hybrids, Falcon H1, Zamba, Nemotron H, MiniMax-01, Kimi Linear"
+_SPARSE, _SHARED = "DeepSeek V3.2 and V4, GLM 5 DSA", "Gemma 3n, the Gemma 4 E-variants"
+
+REFUSED: tuple[Refused, ...] = (
+    Refused("encoder and decoder", "t5", _CROSS, "T5, BART, Whisper, Marian"),
+    Refused("cross-attention layers", "mllama", _CROSS, "Llama 3.2 Vision"),
+    Refused("recurrent state", "mamba", _STATE, "Mamba, RWKV, xLSTM"),
+    Refused("recurrent state", "rwkv", "it keeps recurrent state besides keys and values", "Mamba, RWKV, xLSTM"),
+    Refused("recurrent layers among others", "qwen3_next", f"{_STATE} (linear_attention)", _HYBRIDS),
+    Refused("recurrent layers among others", "falcon_h1", f"{_STATE} (hybrid)", _HYBRIDS),
+    Refused("convolutions", "lfm2", f"{_STATE} (conv)", "LFM2",
+            {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}),
+    Refused("an index beside the keys", "deepseek_v32", _STATE, _SPARSE),
+    Refused("keys shared across layers", "gemma3n_text", "its layers share keys and values", _SHARED),
+    Refused("token ids at each layer", "gemma4_text", "each of its layers takes the tokens' ids", _SHARED),
+    Refused("attention in both directions", "bert", "it attends in both directions", "BERT, RoBERTa, EmbeddingGemma"),
+    Refused("attention in both directions", "gemma3_text", "it attends in both directions",
+            "BERT, RoBERTa, EmbeddingGemma", {"use_bidirectional_attention": True}),
+    Refused("language model only inside a larger one", "qwen2_vl", "transformers has no causal language model for it",
+            "Qwen2-VL, Qwen3-VL, GLM-4V"),
+    Refused("no cache", "openai-gpt", "its layers keep no keys and values in transformers' cache", "GPT (the first)"),
+    Refused("layers run more than once", "hrm_text", "it has no list of 4 layers to split", "HRM"),
+    Refused("not what its parts are", "ctrl", "cut into spans, doesn't give the numbers of the whole", "CTRL"),
 )  # fmt: skip
