@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,11 +13,12 @@ from torch import Tensor
 
 from peer.attention import Row
 from peer.cache import KvPool, SessionCache
-from peer.families import FAMILIES, Way, served_config
+from peer.families import FAMILIES, TESTED_TRANSFORMERS, Way, served_config
 from peer.kv import KvSizes
 from peer.model import PackedStep
 from peer.proof import proven_outline
 from swarm.errors import UnsupportedModel
+from tests import models_page
 from tests.chain import Chain
 from tests.tiny import random_model
 from tests.tiny_families import (
@@ -114,11 +116,11 @@ def test_a_family_cut_and_packed_gives_the_numbers_of_the_uncut_model(case: Case
 
 def assert_newer(family: str) -> None:
     """This transformers hasn't got the family because it is older than the one that the table names for it."""
-    said, here = (
-        tuple(map(int, version.split(".")[:2]))
-        for version in (FAMILIES[family].tested_from, transformers.__version__)
-    )
-    assert here < said
+    assert release(transformers.__version__) < release(FAMILIES[family].tested_from)
+
+
+def release(version: str) -> tuple[int, ...]:
+    return tuple(map(int, version.split(".")[:2]))
 
 
 def test_every_family_of_the_table_has_a_tiny_model_and_no_other_has() -> None:
@@ -151,6 +153,10 @@ def test_a_case_shows_what_it_says(case: Case) -> None:
         SCALED_ROPE: plan.way is Way.ALONE,
     }
     assert {word for word, there in seen.items() if there} == set(case.shows) & set(seen)
+    if release(transformers.__version__) == release(TESTED_TRANSFORMERS[1]):
+        assert plan.way is case.way
+    else:  # a family's attention goes through the interface from one release on
+        assert plan.way is case.way or Way.ALONE not in (plan.way, case.way)
 
 
 @pytest.mark.parametrize("refused", REFUSED, ids=lambda refused: refused.name)
@@ -175,3 +181,10 @@ def test_what_a_family_with_a_cache_of_its_own_keeps_is_in_the_sessions_reservat
     assert [layer.keys.isnan().all(dim=(0, 1, 3)).tolist() for layer in cache.layers] == [
         [False] * 5 + [True] * (RESERVED - 5)
     ] * len(hop.span)
+
+
+def test_the_page_of_models_is_what_the_tests_say() -> None:
+    page = Path(__file__).parent.parent / "docs" / "models.md"
+    assert page.read_text(encoding="utf-8") == models_page.page(), (
+        "docs/models.md is stale: python -m tests.models_page > docs/models.md"
+    )

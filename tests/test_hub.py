@@ -272,6 +272,8 @@ def test_no_network_says_what_helps(world: World) -> None:
         ("pickle", UnsupportedModel, "only pickled weights"),
         ("remote code", UnsupportedModel, "needs remote code"),
         ("quantised", UnsupportedModel, "is quantised (gptq)"),
+        ("recurrent", UnsupportedModel, "keep other state than keys and values"),
+        ("not its parts", UnsupportedModel, "doesn't give the numbers of the whole"),
         ("gguf", BrokenModel, "x.gguf can't be used: its 1 bytes don't begin as a GGUF file does"),
         ("shard", BrokenModel, "lacks model-00002-of-00005.safetensors of the 6 weight files"),
         ("config", BrokenModel, "config.json of org/tiny isn't JSON (line 1, column 2"),
@@ -291,6 +293,10 @@ def test_what_cannot_be_served_is_refused_before_any_weight_is_fetched(
         change_json(world.model / "config.json", model_type="strange", auto_map={"AutoConfig": "x.Y"})
     elif spoil == "quantised":
         change_json(world.model / "config.json", quantization_config={"quant_method": "gptq"})
+    elif spoil == "recurrent":
+        change_json(world.model / "config.json", model_type="mamba")
+    elif spoil == "not its parts":
+        change_json(world.model / "config.json", model_type="ctrl")
     elif spoil == "shard":
         shard.unlink()
     elif spoil == "config":

@@ -10,6 +10,7 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
+from peer.families import Way
 from tests.tiny import COMMON, LAYERS
 
 WINDOW = 6  # positions, shorter than all but the start of the texts
@@ -35,12 +36,14 @@ FEATURES = (
 
 @dataclass(frozen=True)
 class Case:
-    """One tiny model. differs: from `COMMON`. shows: what it covers. attention: of the uncut model."""
+    """One tiny model. differs: from `COMMON`. shows: what it covers. attention: of the uncut model.
+    way: how it runs with the newest transformers that was tested."""
 
     family: str
     differs: dict[str, Any]
     shows: tuple[str, ...]
     attention: str | None = "eager"
+    way: Way = Way.PACKED
 
     @property
     def name(self) -> str:
@@ -55,8 +58,15 @@ class Case:
         return CONFIG_MAPPING[self.family](**{**COMMON, **self.differs})
 
 
-def case(family: str, *shows: str, attention: str | None = "eager", **differs: Any) -> Case:
-    return Case(family, differs, shows, attention)
+def case(
+    family: str, *shows: str, attention: str | None = "eager", way: Way = Way.PACKED, **differs: Any
+) -> Case:
+    return Case(family, differs, shows, attention, way)
+
+
+def own(family: str, *shows: str, attention: str | None = "eager", **differs: Any) -> Case:
+    """One that runs through its own attention and masks."""
+    return case(family, *shows, attention=attention, way=Way.OWN_CACHE, **differs)
 
 
 # what many families call their experts
@@ -88,7 +98,7 @@ CASES: tuple[Case, ...] = (
     case("aria_text", GROUPED, EXPERTS, moe_num_experts=4, moe_topk=2, moe_num_shared_experts=1),
     case("biogpt", LEARNED, TIED, num_key_value_heads=None),
     case("bitnet", GROUPED),
-    case("bloom", ALIBI, TIED, n_layer=LAYERS, n_head=4),
+    own("bloom", ALIBI, TIED, n_layer=LAYERS, n_head=4),
     case("codegen", n_positions=128, n_ctx=128, n_embd=32, n_layer=LAYERS, n_head=4, rotary_dim=4),
     case("cohere", GROUPED, TIED, PARALLEL),
     case("cohere2", GROUPED, WINDOWS, NO_POSITIONS, TIED, PARALLEL, head_dim=8, **MIXED),
@@ -96,16 +106,16 @@ CASES: tuple[Case, ...] = (
     case("cwm", GROUPED, WINDOWS, head_dim=8, **MIXED, **ROTARY),
     case("deepseek_v2", MLA, EXPERTS, **LATENT, **MOE, n_shared_experts=1, **GROUPS, first_k_dense_replace=1),
     case("deepseek_v3", MLA, EXPERTS, **LATENT, **MOE, n_group=2, topk_group=1, first_k_dense_replace=2),
-    case("diffllama", GROUPED),
+    own("diffllama", GROUPED),
     case("dots1", GROUPED, EXPERTS, head_dim=8, n_shared_experts=1, **GROUPS, first_k_dense_replace=1, **MOE),
     case("ernie4_5", GROUPED, TIED, head_dim=8),
     case("ernie4_5_moe", GROUPED, EXPERTS, TIED, moe_num_experts=4, moe_k=2, moe_intermediate_size=24,
          moe_num_shared_experts=1, moe_layer_start_index=1, moe_layer_end_index=LAYERS - 1),
     case("exaone4", GROUPED, WINDOWS, NO_POSITIONS, QK_NORM, **MIXED),
     case("exaone_moe", GROUPED, EXPERTS, WINDOWS, **MIXED, head_dim=8, **GROUPS, **MOE),
-    case("falcon", MULTI_QUERY, TIED, PARALLEL, multi_query=True),
+    own("falcon", MULTI_QUERY, TIED, PARALLEL, multi_query=True),
     # its eager attention adds ALiBi twice, so here the uncut model has what transformers chooses
-    case("falcon", ALIBI, attention=None, alibi=True, new_decoder_architecture=True, num_kv_heads=2,
+    own("falcon", ALIBI, attention=None, alibi=True, new_decoder_architecture=True, num_kv_heads=2,
          tie_word_embeddings=False),
     case("flex_olmo", GROUPED, EXPERTS, QK_NORM, **MOE),
     case("gemma", MULTI_QUERY, TIED, head_dim=16, num_key_value_heads=1),
@@ -120,10 +130,10 @@ CASES: tuple[Case, ...] = (
     case("glm4_moe_lite", MLA, EXPERTS, **LATENT, **MOE, **GROUPS),
     case("gpt2", LEARNED, TIED, num_key_value_heads=None),
     case("gpt_bigcode", MULTI_QUERY, LEARNED, TIED),
-    case("gpt_neo", WINDOWS, LEARNED, TIED, num_layers=LAYERS, num_heads=4,
+    own("gpt_neo", WINDOWS, LEARNED, TIED, num_layers=LAYERS, num_heads=4,
          attention_types=[[["global", "local"], LAYERS // 2]], window_size=WINDOW),
     case("gpt_neox", PARALLEL, rotary_pct=0.5, num_key_value_heads=None),
-    case("gpt_neox_japanese", TIED, num_key_value_heads=None),
+    own("gpt_neox_japanese", TIED, num_key_value_heads=None),
     case("gpt_oss", GROUPED, EXPERTS, WINDOWS, SINKS, head_dim=16, **SLIDING, **MOE),
     case("gptj", PARALLEL, n_positions=128, n_embd=32, n_layer=LAYERS, n_head=4, rotary_dim=4),
     case("granite", GROUPED, embedding_multiplier=3.0, logits_scaling=2.0, residual_multiplier=0.7),
@@ -137,10 +147,10 @@ CASES: tuple[Case, ...] = (
     case("internlm3", GROUPED, head_dim=8),
     case("iquestcoder", GROUPED, head_dim=8),
     case("jais2", GROUPED, head_dim=8),
-    case("jetmoe", GROUPED, EXPERTS, TIED, kv_channels=16, num_local_experts=4, num_experts_per_tok=2),
+    own("jetmoe", GROUPED, EXPERTS, TIED, kv_channels=16, num_local_experts=4, num_experts_per_tok=2),
     case("llama", GROUPED),
     case("llama", MULTI_QUERY, TIED, tie_word_embeddings=True, num_key_value_heads=1),
-    case("llama", GROUPED, SCALED_ROPE, max_position_embeddings=16,
+    case("llama", GROUPED, SCALED_ROPE, way=Way.ALONE, max_position_embeddings=16,
          rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}),
     case("llama4_text", GROUPED, EXPERTS, CHUNKS, NO_POSITIONS, head_dim=8, attention_chunk_size=WINDOW, floor_scale=4,
          attn_scale=0.5, intermediate_size_mlp=48, no_rope_layers=[1, 0, 1, 1, 0, 1],
@@ -153,7 +163,7 @@ CASES: tuple[Case, ...] = (
     case("ministral3", GROUPED, head_dim=8),
     case("mistral", GROUPED, WINDOWS, **SLIDING),
     case("mixtral", GROUPED, EXPERTS, WINDOWS, **SLIDING, **MOE),
-    case("mpt", ALIBI, TIED, n_layers=LAYERS, d_model=32, n_heads=4, max_seq_len=128, expansion_ratio=2),
+    own("mpt", ALIBI, TIED, n_layers=LAYERS, d_model=32, n_heads=4, max_seq_len=128, expansion_ratio=2),
     case("nanochat", GROUPED, QK_NORM),
     case("nemotron", GROUPED),
     case("olmo", GROUPED),
@@ -164,7 +174,7 @@ CASES: tuple[Case, ...] = (
     case("persimmon", QK_NORM, num_key_value_heads=None),
     case("phi", GROUPED, PARALLEL),
     case("phi3", GROUPED),
-    case("phi3", GROUPED, SCALED_ROPE, original_max_position_embeddings=16,
+    case("phi3", GROUPED, SCALED_ROPE, way=Way.ALONE, original_max_position_embeddings=16,
          rope_parameters={"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0, 1.1, 1.2, 1.3],
                           "long_factor": [1.5, 2.0, 3.0, 4.0], "original_max_position_embeddings": 16}),
     case("phimoe", GROUPED, EXPERTS, WINDOWS, **SLIDING, **MOE),
@@ -181,7 +191,7 @@ CASES: tuple[Case, ...] = (
     case("stablelm", GROUPED, partial_rotary_factor=0.5),
     case("starcoder2", GROUPED, WINDOWS, TIED, **SLIDING),
     case("vaultgemma", GROUPED, WINDOWS, SOFT_CAPS, TIED, head_dim=16, query_pre_attn_scalar=16, **MIXED),
-    case("xglm", SINUSOIDS, TIED, num_layers=LAYERS, attention_heads=4, d_model=32, ffn_dim=48),
+    own("xglm", SINUSOIDS, TIED, num_layers=LAYERS, attention_heads=4, d_model=32, ffn_dim=48),
     case("youtu", MLA, TIED, **LATENT),
 )  # fmt: skip
 
