@@ -69,10 +69,24 @@ def packed_attention(
     What a token sees is what its layer's store gives: one definition of its window, whatever the module says.
     softcap: arXiv:2408.00118. s_aux: [heads] attention sinks, arXiv:2309.17453.
     """
+    assert attention_mask is None, "a mask was built although none is registered for us"
     slot: StepSlot = module.step_slot  # type: ignore[assignment]
     index: int = module.layer_idx  # type: ignore[assignment]
+    return attend_rows(slot, index, query, key, value, scaling, softcap, s_aux), None
+
+
+def attend_rows(
+    slot: StepSlot,
+    index: int,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float | None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+) -> Tensor:
+    """`packed_attention` of the model's layer `index`."""
     attend = _attend_plain if softcap is None and s_aux is None else _attend_special
-    assert attention_mask is None, "a mask was built although none is registered for us"
     outputs, start = [], 0
     for row in slot.rows:
         layer = row.cache.layers[index - row.cache.span.start]
@@ -81,8 +95,7 @@ def packed_attention(
             keys, values = layer.write(row.position + a, key[:, :, part], value[:, :, part])
             outputs.append(attend(slot, query[:, :, part], keys, values, scaling, layer.kv, softcap, s_aux))
         start += row.tokens
-    out = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
-    return out, None
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
 
 def _attend_plain(

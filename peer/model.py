@@ -8,6 +8,7 @@ what precedes layer 0 or follows the last layer if the claim has them, are given
 runs is a *view*: a shallow copy of the modules around the layers, whose list of layers is the sub-span
 that a session wants, in which the first layer is given our hidden states whatever the model computed before it
 (`_Entry`), and the last layer's output is taken before anything follows (`_Exit`). Attention is `attention.py`'s.
+Layers shaped like Llama's don't need their modules (`fused.py`).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from peer.attention import Row, StepSlot
 from peer.cache import SessionCache
 from peer.families import Way, depends_on_length, family
+from peer.fused import FusedSpan, fuse
 from peer.kv import REACH, Reach
 from peer.outline import Outline
 from peer.own_cache import PlacesCache, RowCache
@@ -117,16 +119,18 @@ class SpanModel:
         self._accepted = accepted(full)
         self._counts_from_cache = family(full.config).counts_from_cache
         self._slot = StepSlot()
-        self._layers = list(full.get_submodule(plan.layers_path))[span.start : span.stop]
-        for layer in self._layers:
+        self.layers = list(full.get_submodule(plan.layers_path))[span.start : span.stop]
+        for layer in self.layers:
             for module in layer.modules():
                 module.step_slot = self._slot
         if depends_on_length(full.config):
             _fix_rotary(full, self._slot)
-        self._shell = self._prune(full)
+        self.shell = self._prune(full)
         self._views: dict[Span, PreTrainedModel] = {}
-        parameter = next(self._layers[0].parameters())
+        parameter = next(self.layers[0].parameters())
         self.dtype, self.device = parameter.dtype, parameter.device
+        self.fused = fuse(self)
+        self._views.clear()  # the trial's, of single layers
 
     @property
     def packs(self) -> bool:
@@ -139,6 +143,14 @@ class SpanModel:
 
         The caches have been `begin`-ed. Raises what torch raises.
         """
+        return self.run(step, self.fused)
+
+    def run(self, step: PackedStep, fused: FusedSpan | None = None) -> StepOutput:
+        """`forward` in either way. For it, and for the trial that decides between them."""
+        if fused is not None:
+            self._check_span(step.span)
+            wanted = self._wanted(step.rows) if step.span.stop == self.layers_total else None
+            return StepOutput(*fused.run(step, self._positions(step.rows), wanted))
         view = self._view(step.span)
         if self.packs or len(step.rows) == 1:
             return self._run(view, step)
@@ -192,7 +204,7 @@ class SpanModel:
     def parameters(self) -> Iterator[Tensor]:
         """Every tensor that holds weights, each once."""
         seen: set[int] = set()
-        for module in (self._shell, *self._layers):
+        for module in (self.shell, *self.layers):
             for parameter in module.parameters():
                 if id(parameter) not in seen and parameter.device.type != "meta":
                     seen.add(id(parameter))
@@ -232,14 +244,17 @@ class SpanModel:
             view = self._views[span] = self._make_view(span)
         return view
 
-    def _make_view(self, span: Span) -> PreTrainedModel:
+    def _check_span(self, span: Span) -> None:
         if not self.span.covers(span):
             raise ValueError(f"layers {span} are not within the claim {self.span}")
-        layers: list[nn.Module] = self._layers[span.start - self.span.start : span.stop - self.span.start]
+
+    def _make_view(self, span: Span) -> PreTrainedModel:
+        self._check_span(span)
+        layers: list[nn.Module] = self.layers[span.start - self.span.start : span.stop - self.span.start]
         layers[-1] = _Exit(layers[-1], self._slot)
         if span.start > 0:
             layers[0] = _Entry(layers[0], self._slot)
-        view, copies = _copy_along(self._shell, self.outline.layers_path)
+        view, copies = _copy_along(self.shell, self.outline.layers_path)
         config = _cut_config(self.config, span)
         for module in copies:
             if isinstance(getattr(module, "config", None), PretrainedConfig):

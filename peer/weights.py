@@ -119,8 +119,9 @@ def load_span(
     held = _dtypes(full, dtype)
     total, done = sum(prod(plan.shapes[name]) * held[name].itemsize for name in names), 0
     with form.open(checkpoint) as files:
+        finals = Finals(plan.shapes, held, device, names)
         for name in names:
-            final = torch.empty(plan.shapes[name], dtype=held[name], device=device)
+            final = finals.take(name)
             for part in parts[name]:
                 files.fill(final, part)
             put_tensor(full, plan, name, final)
@@ -129,6 +130,51 @@ def load_span(
                 progress(done, total)
     _move_buffers(full, device)
     return SpanModel(full, span, plan)
+
+
+# Matrices that are applied to the same input, by the last parts of their names: `peer.fused` runs each group as one.
+TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+
+class Finals:
+    """The memory that the span's tensors end up in: each its own, but for those of a group, which lie one after the
+    other in one piece."""
+
+    def __init__(
+        self,
+        shapes: Mapping[str, Sequence[int]],
+        dtypes: Mapping[str, torch.dtype],
+        device: torch.device | str,
+        names: Sequence[str],
+    ) -> None:
+        self._shapes, self._dtypes, self._device = shapes, dtypes, device
+        self._names = frozenset(names)
+        self._waiting: dict[str, torch.Tensor] = {}  # parts of a piece that was taken already
+
+    def take(self, name: str) -> torch.Tensor:
+        """Its memory, not yet written. Once for each name."""
+        if name not in self._waiting:
+            self._make(self._group(name))
+        return self._waiting.pop(name)
+
+    def _group(self, name: str) -> list[str]:
+        """All that lie together with `name`, in their order."""
+        parent, _, rest = name.rpartition(".")
+        parent, _, part = parent.rpartition(".")
+        for parts in TOGETHER:
+            group = [f"{parent}.{each}.{rest}" for each in parts]
+            if part in parts and self._names.issuperset(group) and self._alike(group):
+                return group
+        return [name]
+
+    def _alike(self, group: Sequence[str]) -> bool:
+        return len({(self._dtypes[one], *self._shapes[one][1:]) for one in group}) == 1
+
+    def _make(self, group: Sequence[str]) -> None:
+        rows = [self._shapes[one][0] if self._shapes[one] else 1 for one in group]
+        shape = (sum(rows), *self._shapes[group[0]][1:]) if len(group) > 1 else self._shapes[group[0]]
+        piece = torch.empty(tuple(shape), dtype=self._dtypes[group[0]], device=self._device)
+        self._waiting |= zip(group, piece.split(rows) if len(group) > 1 else (piece,), strict=True)
 
 
 def _dtypes(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:

@@ -76,7 +76,7 @@ def test_only_the_wanted_tokens_go_through_the_head(llama: PreTrainedModel) -> N
 
 def test_computed_buffers_equal_those_of_transformers(gemma3: PreTrainedModel) -> None:
     hop = Chain(gemma3, cuts=[3]).hops[1]
-    ours = dict(hop._shell.named_buffers())
+    ours = dict(hop.shell.named_buffers())
     theirs = dict(gemma3.named_buffers())
     assert set(ours) == {name for name in theirs if "embed" not in name}  # layer 0 isn't here
     for name, buffer in ours.items():

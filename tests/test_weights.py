@@ -80,8 +80,8 @@ def test_a_span_of_a_sharded_checkpoint_touches_only_its_own_files(tmp_path: Pat
 def test_weights_arrive_whatever_the_checkpoint_calls_them(family: str, tmp_path: Path) -> None:
     model = tiny_model(family)
     hop = load_span(saved(model, tmp_path), Span(0, LAYERS), torch.float32)
-    loaded = {**hop._shell.state_dict()}
-    for i, layer in enumerate(hop._layers):
+    loaded = {**hop.shell.state_dict()}
+    for i, layer in enumerate(hop.layers):
         prefix = f"{hop.outline.layers_path}.{i}."
         loaded |= {prefix + name: value for name, value in layer.state_dict().items()}
     for name, value in model.state_dict().items():

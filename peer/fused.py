@@ -1,0 +1,254 @@
+"""Layers shaped like Llama's, without a module around each multiplication.
+
+The same arithmetic in fewer and larger operations: q, k and v are one matrix, and so are gate and up (they lie one
+after the other in memory, `weights.py` sees to that), the rotary table is made once a step, nothing is dispatched by
+name. A token of SmolLM2-135M is 30 layers of about 1 ms, of which transformers' modules took a third.
+
+Invariant: a span runs here only if every one of its layers, its embedding and its head gave in a trial what
+transformers' own modules give (`matches`); otherwise all of it runs on those, and nobody needs to know.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from peer.attention import Row, StepSlot, attend_rows
+from peer.families import depends_on_length
+
+if TYPE_CHECKING:
+    from peer.model import PackedStep, SpanModel, StepOutput
+
+LAYER_PARTS = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
+ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj"}
+HEAD_NORMS = {"q_norm", "k_norm"}  # of Qwen 3 and others, over each head
+MLP_PARTS = {"gate_proj", "up_proj", "down_proj"}
+# How far a trial may be off, of the largest value: some roundings of the dtype (2**-24, 2**-8, 2**-11), no more.
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
+TRIAL_TOKENS = (5, 1)  # a prefill, then a decode step after it
+
+
+@dataclass(frozen=True, slots=True)
+class _Norm:
+    weight: Tensor
+    eps: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
+
+
+@dataclass(frozen=True, slots=True)
+class _Matrix:
+    """weight: [out, in]; bias: [out] or None."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: [n, in] -> [n, out]."""
+        if x.shape[0] > 1 or x.device.type != "cpu":
+            return F.linear(x, self.weight, self.bias)
+        # torch's matrix times vector; its linear takes a third longer over one row of bfloat16
+        row = torch.mv(self.weight, x[0]) if self.bias is None else torch.addmv(self.bias, self.weight, x[0])
+        return row[None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """index: in the model. heads, kv_heads: of `dim` values each. q_norm, k_norm: None where there are none."""
+
+    index: int
+    heads: int
+    kv_heads: int
+    dim: int
+    scaling: float
+    before: _Norm
+    qkv: _Matrix
+    q_norm: _Norm | None
+    k_norm: _Norm | None
+    out: _Matrix
+    between: _Norm
+    gate_up: _Matrix
+    act: Any
+    down: _Matrix
+
+    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, slot: StepSlot) -> Tensor:
+        """x: [n, width]; cos, sin: [n, 1, dim], sin with its first half negated. Returns [n, width]."""
+        n, split = x.shape[0], self.heads + self.kv_heads
+        states = self.qkv(self.before(x)).view(n, split + self.kv_heads, self.dim)
+        turned, value = states[:, :split], states[:, split:]
+        if self.q_norm is not None and self.k_norm is not None:
+            turned = torch.cat([self.q_norm(turned[:, : self.heads]), self.k_norm(turned[:, self.heads :])], 1)
+        # rotary positions, arXiv:2104.09864: the second half of each head stands for the imaginary part
+        turned = torch.addcmul(turned * cos, turned.roll(self.dim // 2, -1), sin)
+        turned, value = turned.transpose(0, 1)[None], value.transpose(0, 1)[None]
+        query, key = turned[:, : self.heads], turned[:, self.heads :]
+        seen = attend_rows(slot, self.index, query, key, value, self.scaling)
+        x = x + self.out(seen.reshape(n, self.heads * self.dim))
+        gate, up = self.gate_up(self.between(x)).chunk(2, -1)
+        return x + self.down(self.act(gate) * up)
+
+
+class FusedSpan:
+    """The claim of a `SpanModel`, run without its modules. Made by `fuse`."""
+
+    def __init__(self, model: SpanModel, layers: list[_Layer]) -> None:
+        self._layers, self._first = layers, model.span.start
+        self._slot, self._device, self._dtype = StepSlot(), model.device, model.dtype
+        base = model.shell.base_model
+        self._rotary = base.rotary_emb
+        self._embed = model.shell.get_input_embeddings()
+        self._norm = base.norm
+        head = model.shell.get_output_embeddings()
+        self._head = _Matrix(head.weight, head.bias) if isinstance(head, nn.Linear) else None
+
+    def run(self, step: PackedStep, positions: Tensor, wanted: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """The hidden states after the step's last layer [total, width], and the wanted logits [m, vocab] float32.
+
+        positions: [1, total]. wanted: [m] indices of tokens, None where the step doesn't end the model.
+        """
+        if step.span.start == 0:
+            assert step.ids is not None
+            x = self._embed(step.ids.to(self._device))
+        else:
+            assert step.hidden is not None
+            x = step.hidden.to(self._device, self._dtype)
+        cos, sin = self._table(x, positions)
+        self._slot.rows = step.rows
+        try:
+            for layer in self._layers[step.span.start - self._first : step.span.stop - self._first]:
+                x = layer(x, cos, sin, self._slot)
+        finally:
+            self._slot.clear()
+        if wanted is None:
+            return x, None
+        assert self._head is not None
+        return x, self._head(self._norm(x[wanted])).float()
+
+    def _table(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        cos, sin = self._rotary(x[None], positions)
+        half = cos.shape[-1] // 2
+        return cos[0, :, None], torch.cat([-sin[0, :, None, :half], sin[0, :, None, half:]], -1)
+
+
+# ---------------------------------------------------------------- whether it can be
+
+
+def fuse(model: SpanModel) -> FusedSpan | None:
+    """The model's claim, if all of it has the shape and gives the same numbers; None otherwise."""
+    try:
+        layers = [_read(layer, model.span.start + i) for i, layer in enumerate(model.layers)]
+        if not model.packs or depends_on_length(model.config) or None in layers:
+            return None
+        made = FusedSpan(model, [layer for layer in layers if layer is not None])
+    except AttributeError:  # a part has another name
+        return None
+    return made if matches(model, made) else None
+
+
+def _read(layer: nn.Module, index: int) -> _Layer | None:
+    """None where a part is missing, or there is one that isn't known here."""
+    attention, mlp = layer.self_attn, layer.mlp
+    linear = _linears(attention) | _linears(mlp)
+    norms = _parts(attention) & HEAD_NORMS
+    if _parts(layer) != LAYER_PARTS or set(linear) != ATTENTION_PARTS | MLP_PARTS or len(norms) == 1:
+        return None
+    if _parts(attention) - ATTENTION_PARTS - norms or _parts(mlp) - MLP_PARTS - {"act_fn"}:
+        return None
+    qkv = _joined([linear[name] for name in ("q_proj", "k_proj", "v_proj")])
+    gate_up = _joined([linear[name] for name in ("gate_proj", "up_proj")])
+    if qkv is None or gate_up is None:
+        return None
+    dim: int = attention.head_dim  # type: ignore[assignment]
+    return _Layer(
+        index=index,
+        heads=linear["q_proj"].out_features // dim,
+        kv_heads=linear["k_proj"].out_features // dim,
+        dim=dim,
+        scaling=attention.scaling,  # type: ignore[arg-type]
+        before=_norm(layer.input_layernorm),
+        qkv=qkv,
+        q_norm=_norm(attention.q_norm) if norms else None,
+        k_norm=_norm(attention.k_norm) if norms else None,
+        out=_Matrix(linear["o_proj"].weight, linear["o_proj"].bias),
+        between=_norm(layer.post_attention_layernorm),
+        gate_up=gate_up,
+        act=mlp.act_fn,
+        down=_Matrix(linear["down_proj"].weight, linear["down_proj"].bias),
+    )
+
+
+def _parts(module: nn.Module) -> set[str]:
+    """Names of the children that are anything: an Identity is nothing."""
+    return {name for name, child in module.named_children() if not isinstance(child, nn.Identity)}
+
+
+def _linears(module: nn.Module) -> dict[str, nn.Linear]:
+    return {name: child for name, child in module.named_children() if type(child) is nn.Linear}
+
+
+def _norm(module: Any) -> _Norm:
+    eps = getattr(module, "variance_epsilon", None)
+    return _Norm(module.weight, module.eps if eps is None else eps)
+
+
+def _joined(parts: list[nn.Linear]) -> _Matrix | None:
+    """Matrices that lie one after the other in memory as one, without a copy; None if they don't."""
+    weight = join([part.weight for part in parts])
+    biases = [part.bias for part in parts if part.bias is not None]
+    bias = join(biases) if biases else None
+    if weight is None or (biases and (len(biases) != len(parts) or bias is None)):
+        return None
+    return _Matrix(weight, bias)
+
+
+def join(tensors: list[Tensor]) -> Tensor | None:
+    """Tensors [n_i, ...] that lie one after the other in one storage, as one [sum n_i, ...]; None if they don't."""
+    first, end = tensors[0], tensors[0].data_ptr()
+    for tensor in tensors:
+        alike = tensor.is_contiguous() and tensor.shape[1:] == first.shape[1:] and tensor.dtype == first.dtype
+        if not alike or tensor.data_ptr() != end or first.untyped_storage() != tensor.untyped_storage():
+            return None
+        end += tensor.nbytes
+    shape = (sum(len(tensor) for tensor in tensors), *first.shape[1:])
+    return first.detach().as_strided(shape, first.stride())
+
+
+@torch.inference_mode()
+def matches(model: SpanModel, made: FusedSpan) -> bool:
+    """Whether each layer by itself, with embedding and head where it has them, gives what the modules give."""
+    from peer.model import PackedStep
+    from routing.spans import Span
+
+    generator = torch.Generator().manual_seed(0)
+    for index in model.span:
+        span = Span(index, index + 1)
+        caches = [model.new_cache(sum(TRIAL_TOKENS), span) for _ in range(2)]
+        position = 0
+        for tokens in TRIAL_TOKENS:
+            inputs: dict[str, Tensor] = (
+                {"ids": torch.randint(model.vocab, (tokens,), generator=generator)}
+                if index == 0
+                else {"hidden": torch.randn(tokens, model.width, generator=generator).to(model.dtype)}
+            )
+            logits = tokens if span.stop == model.layers_total else 0
+            steps = [PackedStep(span, [Row(cache, position, tokens, logits)], **inputs) for cache in caches]
+            if not _alike(model.run(steps[0]), model.run(steps[1], made)):
+                return False
+            position += tokens
+    return True
+
+
+def _alike(right: StepOutput, ours: StepOutput) -> bool:
+    pairs = [(right.hidden, ours.hidden)]
+    if right.logits is not None and ours.logits is not None:
+        pairs.append((right.logits, ours.logits))
+    for one, other in pairs:
+        limit = TOLERANCE[right.hidden.dtype] * one.float().abs().max()
+        if not (one.float() - other.float()).abs().max() <= limit:  # not a number fails too
+            return False
+    return True
