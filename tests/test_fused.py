@@ -1,0 +1,108 @@
+"""Layers without their modules: only where the numbers are the same, and then really without copies."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from peer.attention import Row
+from peer.fused import TOLERANCE, _Norm, join
+from peer.model import PackedStep, SpanModel
+from peer.weights import load_span
+from routing.spans import Span
+from tests.tiny import MemoryCheckpoint, tiny_model
+
+torch.set_num_threads(1)
+
+
+def loaded(model: PreTrainedModel, span: Span, dtype: torch.dtype = torch.float32) -> SpanModel:
+    checkpoint = MemoryCheckpoint(model)
+    try:
+        return load_span(checkpoint, span, dtype)
+    finally:
+        checkpoint.close()
+
+
+def whole(model: PreTrainedModel, dtype: torch.dtype = torch.float32) -> SpanModel:
+    return loaded(model, Span(0, model.config.num_hidden_layers), dtype)
+
+
+@pytest.mark.parametrize(
+    ("family", "taken"),
+    [
+        ("llama", True),
+        ("llama-tied", True),
+        ("mistral-window", True),
+        ("qwen2", True),  # with biases
+        ("qwen3", True),  # with norms over each head
+        ("granite", False),  # the same parts, but residuals are scaled
+        ("gemma2", False),  # norms add one to their weights
+        ("olmo2", False),  # norms after the parts, and over all heads
+        ("phi3", False),  # one matrix already
+        ("mixtral", False),
+        ("gpt2", False),
+    ],
+)
+def test_what_has_the_shape_and_the_numbers_runs_without_modules(family: str, taken: bool) -> None:
+    assert (whole(tiny_model(family)).fused is not None) == taken
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral-window"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_several_sessions_get_what_the_modules_give(family: str, dtype: torch.dtype) -> None:
+    model = whole(tiny_model(family), dtype)
+    outputs = []
+    for fused in (None, model.fused):
+        caches = [model.new_cache(40) for _ in range(3)]
+        made = []
+        for position, tokens in ((0, 20), (20, 3), (23, 1)):
+            rows = [Row(cache, position, tokens, logits=1) for cache in caches]
+            ids = torch.arange(len(rows) * tokens) * 7 % model.vocab
+            made.append(model.run(PackedStep(model.span, rows, ids=ids), fused))
+        outputs.append(made)
+    for right, ours in zip(*outputs, strict=True):
+        for one, other in ((right.hidden, ours.hidden), (right.logits, ours.logits)):
+            # the tolerance of one layer, for the sum of all: roundings add up at most so
+            limit = len(model.span) * TOLERANCE[dtype] * one.float().abs().max()
+            assert (one.float() - other.float()).abs().max() <= limit
+
+
+def test_one_wrong_number_keeps_all_on_the_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("peer.fused._Norm.__call__", lambda norm, x: 1.001 * rms_norm(norm, x))
+    assert whole(tiny_model("llama")).fused is None
+
+
+def rms_norm(norm: _Norm, x: torch.Tensor) -> torch.Tensor:
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + norm.eps) * norm.weight
+
+
+def test_one_matrix_is_the_memory_of_its_parts() -> None:
+    model = whole(tiny_model("llama"))
+    attention = model.layers[0].self_attn
+    joined = join([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight])
+    assert joined is not None and joined.data_ptr() == attention.q_proj.weight.data_ptr()
+    parts = [attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]
+    assert torch.equal(joined, torch.cat(parts))
+    storages = [parameter.untyped_storage() for parameter in model.parameters()]
+    taken = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+    assert taken == sum(parameter.nbytes for parameter in model.parameters())
+
+
+def test_tensors_apart_are_not_joined() -> None:
+    piece = torch.arange(12.0).view(6, 2)
+    assert torch.equal(join([piece[:2], piece[2:6]]), piece)  # type: ignore[arg-type]
+    assert join([piece[:2], piece[3:]]) is None
+    assert join([piece[2:4], piece[:2]]) is None
+    assert join([piece[:2], piece[2:].clone()]) is None
+    assert join([piece[:, :1], piece[:, 1:]]) is None
+
+
+def test_a_claim_from_the_middle_has_neither_embedding_nor_head() -> None:
+    model = tiny_model("llama")
+    part = loaded(model, Span(2, 4))
+    assert part.fused is not None
+    hidden = torch.randn(3, part.width)
+    right = part.run(PackedStep(part.span, [Row(part.new_cache(3), 0, 3)], hidden=hidden))
+    ours = part.forward(PackedStep(part.span, [Row(part.new_cache(3), 0, 3)], hidden=hidden))
+    assert torch.allclose(ours.hidden, right.hidden, atol=1e-5)
