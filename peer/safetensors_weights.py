@@ -253,8 +253,11 @@ class Stored:
         if flat.dtype == dtype and flat.device.type == "cpu":
             self._read_into(flat, 0)
             return
-        for first, last in pieces(len(flat), PIECE_BYTES // dtype.itemsize):
-            flat[first:last].copy_(self.read(first, last, dtype))
+        step = PIECE_BYTES // dtype.itemsize
+        piece = torch.empty(min(step, len(flat)), dtype=dtype)
+        for first, last in pieces(len(flat), step):
+            self._read_into(piece[: last - first], first * dtype.itemsize)
+            flat[first:last].copy_(piece[: last - first])
 
     def read(self, first: int, last: int, dtype: torch.dtype) -> Tensor:
         """Elements [first, last) of the flattened tensor, in memory of their own. Raises BrokenModel."""

@@ -36,8 +36,7 @@ class Case(NamedTuple):
     is_gguf: bool = False
 
 
-def llama(vocab: int = 64) -> Case:
-    width, inner = 1536, 6144
+def llama(vocab: int = 64, width: int = 1536, inner: int = 6144) -> Case:
     tensors: Tensors = {}
     for layer in range(LAYERS):
         at = f"model.layers.{layer}"
@@ -77,8 +76,8 @@ def mixtral() -> Case:
 
 
 def deepseek_v3() -> Case:
-    """In blocks of fp8. Attention is small here: what counts are the experts."""
-    width, inner, experts, low, heads, dim = 1024, 1024, 24, 128, 4, 32
+    """In blocks of fp8. Attention is small here: what counts are the experts, and in layer 0 matrices of 25 MB."""
+    width, inner, experts, low, heads, dim, dense = 1024, 1024, 24, 128, 4, 32, 24 << 10
     plain = {
         "self_attn.q_a_proj": (low, width),
         "self_attn.q_b_proj": (heads * 2 * dim, low),
@@ -90,20 +89,29 @@ def deepseek_v3() -> Case:
     for layer in range(LAYERS):
         at = f"model.layers.{layer}"
         shapes = {f"{at}.{name}": shape for name, shape in plain.items()}
-        for part in (*(f"experts.{expert}" for expert in range(experts)), "shared_experts"):
-            shapes |= {f"{at}.mlp.{part}.{name}_proj": (inner, width) for name in ("gate", "up")}
-            shapes[f"{at}.mlp.{part}.down_proj"] = (width, inner)
+        parts = {f".experts.{expert}": inner for expert in range(experts)} | {".shared_experts": inner}
+        for part, size in parts.items() if layer else [("", dense)]:
+            shapes |= {f"{at}.mlp{part}.{name}_proj": (size, width) for name in ("gate", "up")}
+            shapes[f"{at}.mlp{part}.down_proj"] = (width, size)
         for name, (rows, columns) in shapes.items():
             tensors[f"{name}.weight"] = ("F8_E4M3", (rows, columns))
             tensors[f"{name}.weight_scale_inv"] = ("F32", (-(-rows // 128), -(-columns // 128)))
-        tensors[f"{at}.mlp.gate.weight"] = ("BF16", (experts, width))
-        tensors[f"{at}.mlp.gate.e_score_correction_bias"] = ("F32", (experts,))
+        if layer:
+            tensors[f"{at}.mlp.gate.weight"] = ("BF16", (experts, width))
+            tensors[f"{at}.mlp.gate.e_score_correction_bias"] = ("F32", (experts,))
         tensors |= {f"{at}.self_attn.{name}_a_layernorm.weight": ("BF16", (low,)) for name in ("q", "kv")}
         tensors |= norms(at, width)
     config = {"model_type": "deepseek_v3", "hidden_size": width, "moe_intermediate_size": inner}
     config |= {"n_routed_experts": experts, "num_attention_heads": heads, "num_key_value_heads": heads}
     config |= {"q_lora_rank": low, "kv_lora_rank": low, "qk_nope_head_dim": dim, "qk_rope_head_dim": dim}
-    config |= {"v_head_dim": dim, "first_k_dense_replace": 0, "n_group": 1, "topk_group": 1, "vocab_size": 64}
+    config |= {
+        "v_head_dim": dim,
+        "first_k_dense_replace": 1,
+        "intermediate_size": dense,
+        "n_group": 1,
+        "topk_group": 1,
+        "vocab_size": 64,
+    }
     config["quantization_config"] = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
     return Case(config, tensors | ends(64, width))
 
@@ -226,8 +234,10 @@ def beyond_memory() -> Case:
 CASES: Mapping[str, Case] = {
     "bfloat16 to float32": llama(),
     "bfloat16 as it is": llama()._replace(dtype="bfloat16"),
+    "a large embedding": llama(vocab=96 << 10, width=768, inner=768)._replace(layers=(0, 1)),
     "merged experts": mixtral(),
-    "fp8": deepseek_v3(),
+    "experts in fp8": deepseek_v3(),
+    "large matrices in fp8": deepseek_v3()._replace(layers=(0, 1)),
     "mxfp4": gpt_oss(),
     "files beyond memory": beyond_memory(),
     "GGUF, Q4_K": gguf_llama("Q4_K"),
@@ -263,6 +273,7 @@ def span_bytes(case: Case) -> int:
     total, item = 0, {"float32": 4, "bfloat16": 2}[case.dtype]
     stem = "blk" if case.is_gguf else "model.layers"
     layers = tuple(f"{stem}.{layer}." for layer in range(*case.layers))
+    layers += ("model.embed_tokens.", "token_embd.") if case.layers[0] == 0 else ()
     for name, (_, shape) in case.tensors.items():
         if name.startswith(layers) and "scale" not in name:
             total += math.prod(shape) * (2 if name.endswith("_blocks") else 1) * item
