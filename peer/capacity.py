@@ -237,7 +237,11 @@ def pick_dtype(wanted: str | None, device: str, checkpoint: str | None) -> str:
 
 
 def numerics_class(device: str, dtype: str, quantisation: str = "", tf32: bool = False) -> str:
-    """How a peer computes (protocol.md): chains and repairs stay within one class where they can."""
+    """How a peer computes (protocol.md): chains and repairs stay within one class where they can.
+
+    quantisation: of what is computed with. Weights that were dequantised as they were loaded name none: the
+    fingerprint and the dtype say what numbers they became.
+    """
     parts = [device.partition(":")[0], dtype, quantisation, "tf32" if tf32 else ""]
     return "/".join(part for part in parts if part)
 
