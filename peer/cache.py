@@ -68,6 +68,10 @@ class KvLedger:
         """`free_positions` if these sessions were let go."""
         return self.sizes.tokens(self.total - self.used + self._held_by(keys), self.claim)
 
+    def held(self, key: Hashable) -> int:
+        """Bytes that this session has reserved; 0 for none."""
+        return self._held_by((key,))
+
     def _held_by(self, keys: Collection[Hashable]) -> int:
         return sum(self.sizes.bytes(*self._held[key]) for key in keys if key in self._held)
 

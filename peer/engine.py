@@ -36,7 +36,7 @@ from peer.hop import SampleAt
 from peer.model import PackedStep, SpanModel, StepOutput
 from peer.sampling import likelihoods, sample
 from routing.spans import Span, Speed
-from swarm.errors import EngineStopped, StepFailed, SwarmError
+from swarm.errors import BadInput, EngineStopped, StepFailed, SwarmError
 from swarm.messages import Likelihoods
 
 log = logging.getLogger(__name__)
@@ -269,6 +269,7 @@ class Engine:
             return False
         try:
             self._check(entry.job)
+            _check_finite(entry.job)
             entry.job.cache.begin(entry.job.position, entry.job.tokens)
         except SwarmError as error:
             outcomes.append((entry, error))
@@ -308,7 +309,7 @@ class Engine:
             return
         took = self._clock() - started
         for entry, result in zip(entries, results, strict=True):
-            if isinstance(result, StepFailed):
+            if isinstance(result, Exception):
                 outcomes.append((entry, result))
                 continue
             entry.job.cache.finish(entry.job.position + entry.job.tokens)
@@ -316,14 +317,14 @@ class Engine:
             waited = started - entry.submitted
             outcomes.append((entry, JobResult(rows, token, waited, took, len(entries), likely)))
 
-    def _read(self, jobs: list[Job], output: StepOutput) -> list[Made | StepFailed]:
+    def _read(self, jobs: list[Job], output: StepOutput) -> list[Made | Exception]:
         """Each job's part of the pass. Here the CPU waits for the device."""
         assert self.model is not None
         is_last = jobs[0].span.stop == self.model.layers_total
         finite = torch.isfinite(output.hidden).all(-1).tolist()
         hidden = None if is_last else output.hidden.cpu()
         logits = None if output.logits is None else output.logits.cpu().numpy()
-        results: list[Made | StepFailed] = []
+        results: list[Made | Exception] = []
         start, sampled = 0, 0
         for job in jobs:
             stop = start + job.tokens
@@ -335,7 +336,13 @@ class Engine:
             else:
                 token, likely = None, None
                 if row is not None and job.sample is not None:
-                    token, likely = _draw(row, job.sample)
+                    try:
+                        token, likely = _draw(row, job.sample)
+                    except Exception as error:  # a bug of ours, and this session's alone
+                        log.exception("an id couldn't be drawn with %s", job.sample.sampling)
+                        results.append(error)
+                        start = stop
+                        continue
                 rows = None if hidden is None else hidden[start:stop]
                 results.append((rows if rows is None or len(jobs) == 1 else rows.clone(), token, likely))
             start = stop
@@ -360,6 +367,12 @@ def _draw(logits: npt.NDArray[np.float32], ask: SampleAt) -> tuple[int, Likeliho
     token = sample(logits, ask.sampling, ask.position, ask.ids)
     wanted = ask.sampling.logprobs
     return token, None if wanted is None else likelihoods(logits, token, wanted)
+
+
+def _check_finite(job: Job) -> None:
+    """Raises BadInput. Looked at before the step, for afterwards it would look like our own fault."""
+    if job.hidden is not None and not bool(torch.isfinite(job.hidden).all()):
+        raise BadInput(str(job.span), "the input has NaN or Inf")
 
 
 def pack(jobs: Sequence[Job]) -> PackedStep:

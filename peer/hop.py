@@ -176,6 +176,7 @@ class Free:
 
 Effect = ToClient | EnsureLink | SendStep | SendTokens | Compute | Free
 
+FaultKind = Literal["step", "input", "room"]
 Join = Callable[[Sequence[Rows]], Rows]
 
 
@@ -526,6 +527,11 @@ class Hop:
             return self._is_first and self._chain.last.peer == sender
         return self._chain.previous is not None and self._chain.previous.peer == sender
 
+    def bad_input(self, sender: PeerId, epoch: int, reason: str, now: float) -> None:
+        """What `sender` sent for `epoch` can't be right. Only from where this epoch's input comes it is of interest."""
+        if epoch == self._epoch and self._resumed and not self._halted and sender == self._source:
+            self._fault(reason, "input")
+
     def receive_step(self, sender: PeerId, epoch: int, step: Step, payload: Rows, now: float) -> None:
         """step: the header. payload: its hidden rows [n, width]. Raises MessageError."""
         previous = self._chain.previous if self._chain is not None else None
@@ -538,7 +544,7 @@ class Hop:
         if not self._takes(step, len(payload)):
             return
         if step.position + len(payload) > self._reserved:
-            self._fault(str(CacheFull(step.position + len(payload), self._reserved)))
+            self._fault(str(CacheFull(step.position + len(payload), self._reserved)), "room")
             return
         if step.round is not None:
             self._next_round += 1
@@ -558,13 +564,14 @@ class Hop:
         self, sender: PeerId, epoch: int, first_position: int, ids: Sequence[int], now: float
     ) -> None:
         """First hop: what the last hop drew. Only what comes exactly at the end is new."""
-        if epoch != self._epoch or not self._resumed or not self._is_first or self._is_last:
+        if epoch != self._epoch or not self._resumed or not self._is_first or self._is_last or self._halted:
             return
         assert self._chain is not None
         if sender != self._chain.last.peer or first_position > len(self._ids):
             return
         if first_position + len(ids) > self._reserved:
-            raise MessageError(f"tokens up to {first_position + len(ids)} of {self._reserved} positions")
+            self._fault(str(CacheFull(first_position + len(ids), self._reserved)), "room")
+            return
         self._ids += ids[len(self._ids) - first_position :]
         self._next_job(now)
 
@@ -578,7 +585,7 @@ class Hop:
         if step is None:
             return
         if not self._rewinds.allows(step.position):
-            self._fault(str(CannotRewind(step.position, self._rewinds.oldest)))
+            self._fault(str(CannotRewind(step.position, self._rewinds.oldest)), "input")
             return
         self._rewinds.wrote(step.position, step.count)
         self._journal.cut(step.position)
@@ -608,7 +615,7 @@ class Hop:
         position, replay = self._taken, self._taken < self._resume_at
         stop = min(position + self._config.prefill_chunk, self._resume_at if replay else upto)
         if stop > self._reserved:
-            self._fault(str(CacheFull(stop, self._reserved)))
+            self._fault(str(CacheFull(stop, self._reserved)), "room")
             return None
         number = None if replay else self._next_round
         if not replay:
@@ -647,10 +654,10 @@ class Hop:
                 self._send(step.round, step.position, step.sample, output, spent)
         self._next_job(now)
 
-    def failed(self, job: Compute, reason: str, now: float) -> None:
+    def failed(self, job: Compute, reason: str, now: float, what: FaultKind = "step") -> None:
         """The engine couldn't run it; its KV is cut by whatever comes next."""
         if self._answered_job(job) is not None:
-            self._fault(reason)
+            self._fault(reason, what)
         self._next_job(now)
 
     def _answered_job(self, job: Compute) -> _Waiting | None:
@@ -660,12 +667,21 @@ class Hop:
         step, self._job, self._step, self._working_at = self._step, None, None, None
         return step if job.epoch == self._epoch and self._resumed else None
 
-    def _fault(self, reason: str) -> None:
+    @property
+    def _source(self) -> PeerId | None:
+        """Whose messages are this hop's input; None: the client's ids alone, or its own."""
+        if self._chain is None:
+            return None
+        if self._chain.previous is not None:
+            return self._chain.previous.peer
+        return None if self._is_last else self._chain.last.peer
+
+    def _fault(self, reason: str, what: FaultKind = "step") -> None:
         """Stop this epoch here; the client decides how to go on."""
         self._halted = True
         self._waiting.clear()
         self._taken = self._journal.length
-        self._tell(Fault(self._epoch, "step", reason))
+        self._tell(Fault(self._epoch, what, reason, None if what == "step" else self._source))
 
     def _send_owed(self) -> None:
         """Replay to the next hop what the journal has and this epoch still owes it."""

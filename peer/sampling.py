@@ -24,6 +24,9 @@ Logits = npt.NDArray[np.float32] | npt.NDArray[np.float64]
 FloatArray = npt.NDArray[np.float64]
 
 
+COLDEST = 1e-200  # float32's largest logit over less than that is beyond float64
+
+
 def sample(logits: Logits, sampling: Sampling, position: int, ids: Sequence[int] = ()) -> int:
     """The id at `position`. logits: [vocab], finite, unchanged. ids: the session's so far, for penalties.
 
@@ -70,7 +73,10 @@ def _within(ids: npt.NDArray[np.int64], vocabulary: int) -> npt.NDArray[np.int64
 
 def filter_logits(logits: FloatArray, sampling: Sampling) -> FloatArray:
     """Scaled logits, -inf where a filter removed the id."""
-    scaled = logits / sampling.temperature
+    if sampling.temperature < COLDEST:  # the nearer to greedy, the more may get to -inf, but never the highest
+        logits = logits - logits.max()
+    with np.errstate(over="ignore"):
+        scaled = logits / sampling.temperature
     if 0 < sampling.top_k < len(scaled):
         scaled = _keep_from(scaled, float(np.partition(scaled, -sampling.top_k)[-sampling.top_k]))
     if sampling.top_p < 1.0:

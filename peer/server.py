@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from peer.admission import AdmissionConfig, Holding, OpenRate, sessions_to_let_go
 from peer.cache import KvPool
 from peer.engine import Engine, Job, JobResult
 from peer.hop import (
@@ -34,7 +36,18 @@ from peer.hop import (
 )
 from peer.model import from_raw, to_raw
 from routing.spans import Span
-from swarm.errors import EngineStopped, LinkFailed, MessageError, PeerFailed, SendQueueFull, StreamClosed, SwarmError
+from swarm.addresses import address_group
+from swarm.errors import (
+    BadInput,
+    CacheFull,
+    EngineStopped,
+    LinkFailed,
+    MessageError,
+    PeerFailed,
+    SendQueueFull,
+    StreamClosed,
+    SwarmError,
+)
 from swarm.flow import Priority
 from swarm.identity import PeerId
 from swarm.link import Link, Stream
@@ -80,6 +93,7 @@ class Serving:
     dtype: str
     max_sessions: int
     context: int
+    vocab: int
 
 
 class Server:
@@ -93,11 +107,14 @@ class Server:
         pool: KvPool,
         serving: Serving,
         config: HopConfig,
+        admission: AdmissionConfig | None = None,
     ) -> None:
         self.node, self.transport, self.engine, self.pool = node, transport, engine, pool
         self.serving, self.config = serving, config
         self.me = transport.identity.peer_id
-        self.runs: dict[SessionKey, HopRun] = {}
+        self.admission = admission or AdmissionConfig()
+        self._opens = OpenRate(self.admission)
+        self.runs: dict[SessionKey, HopRun] = {}  # in the order in which they were opened
         self.draining = False
         self.on_change: Callable[[], None] = lambda: None  # a session came or went
         self.emptied = asyncio.Event()
@@ -127,6 +144,9 @@ class Server:
         try:
             while True:
                 if isinstance(message, Open | Prepare):
+                    if not self._may_begin(stream, message):
+                        message = await stream.receive()
+                        continue
                     run = self._run_for(stream, message, run)
                 if isinstance(message, Extend) and message.positions > self.serving.context:
                     reason = self._beyond_context(message.positions)
@@ -139,6 +159,15 @@ class Server:
         finally:
             if run is not None:
                 run.detach(stream)
+
+    def _may_begin(self, stream: Stream, message: Open | Prepare) -> bool:
+        """False: this client, or its network, begins too many epochs, and was told so."""
+        link = stream.link
+        if self._opens.take(link.peer, address_group(link.remote[0]), asyncio.get_running_loop().time()):
+            return True
+        reason = f"too many sessions are opened from there: {self.admission.opens_per_s:g} a second are taken"
+        stream.send_nowait(RefusedMessage(message.epoch, reason, self.admission.retry_after_s))
+        return False
 
     def _run_for(self, stream: Stream, message: Open | Prepare, before: HopRun | None) -> HopRun | None:
         """The run that this message is for, made on `Open`; None once it was answered with a no.
@@ -157,11 +186,12 @@ class Server:
         if isinstance(message, Prepare):
             stream.send_nowait(Unknown(message.epoch))
             return None
-        reason = self._unservable(message) or self._no_room(message)
+        group = address_group(stream.link.remote[0])
+        reason = self._unservable(message) or self._no_room(message, client, group)
         if reason is not None:
             stream.send_nowait(RefusedMessage(message.epoch, reason, self.config.retry_after_s))
             return None
-        run = self.runs[key] = HopRun(self, client, message.session, message.span.start)
+        run = self.runs[key] = HopRun(self, client, message.session, message.span.start, group)
         self.emptied.clear()
         return run
 
@@ -179,11 +209,13 @@ class Server:
     def _beyond_context(self, positions: int) -> str:
         return f"{positions} positions are beyond the context of {self.serving.context} here"
 
-    def _no_room(self, message: Open) -> str | None:
-        """Why one more session can't be held now, or None; silent ones are let go for it."""
+    def _no_room(self, message: Open, client: PeerId, group: str) -> str | None:
+        """Why one more session can't be held now, or None. Silent ones are let go for it, and some of those who
+        hold more than their share."""
         if self.draining:
             return "draining"
         self._make_room(message.reserve, message.span)
+        self._share_out(message, client, group)
         if len(self.runs) >= self.serving.max_sessions:
             return f"full: {len(self.runs)} of {self.serving.max_sessions} sessions are open"
         return None
@@ -200,6 +232,24 @@ class Server:
             if self.pool.has_room(positions, span) and len(self.runs) < self.serving.max_sessions:
                 return
             log.info("session %s let go: its client was silent", run.key.session.hex()[:8])
+            run.evict()
+
+    def _share_out(self, message: Open, client: PeerId, group: str) -> None:
+        """Let go of sessions of whoever holds most, where `client` has less and finds no room. Of none if that
+        wouldn't be enough."""
+        ledger, runs = self.pool.ledger, list(self.runs.values())
+        surplus = len(runs) + 1 - self.serving.max_sessions
+        going = sessions_to_let_go(_holdings(runs, lambda _: 1), client, group, 1, surplus)
+        if len(going) < surplus:
+            return
+        staying = [run for run in runs if run.key not in going]
+        wanted = ledger.sizes.bytes(message.reserve, message.span)
+        lacking = ledger.used + wanted - ledger.total - sum(map(ledger.held, going))
+        if lacking > 0:
+            more = sessions_to_let_go(_holdings(staying, ledger.held), client, group, wanted, lacking)
+            going = going + more if more else []
+        for run in [run for run in runs if run.key in going]:
+            log.info("session %s let go: %s holds more than its share", run.key.session.hex()[:8], run.key.client[:8])
             run.evict()
 
     def _silent(self) -> list[HopRun]:
@@ -293,10 +343,15 @@ class Server:
             run.let_go()
 
 
+def _holdings(runs: Sequence[HopRun], amount: Callable[[SessionKey], int]) -> list[Holding[SessionKey]]:
+    return [Holding(run.key, run.key.client, run.group, amount(run.key)) for run in runs]
+
+
 class HopRun:
     """Shell around one `Hop` core."""
 
-    def __init__(self, server: Server, client: PeerId, session: bytes, start: int) -> None:
+    def __init__(self, server: Server, client: PeerId, session: bytes, start: int, group: str) -> None:
+        self.group = group  # of addresses, from which the client came
         self.core = Hop(server.me, client, session, start, server.config, server.pool, torch.cat)
         self.key = self.core.key
         self._server = server
@@ -316,7 +371,9 @@ class HopRun:
     def receive(self, stream: Stream, message: Message) -> None:
         """Raises MessageError when the message can't be right."""
         if isinstance(message, Open | Prepare):
-            check_target(message, self._server.me)
+            check_target(message, self._server.me, self._server.serving)
+        elif isinstance(message, Resume) and message.ids is not None:
+            check_ids(read_ids(message.ids), self._server.serving.vocab)
         if self._stream is None or isinstance(message, Open | Prepare):  # else a late one on a stream given up
             self._stream = stream
         self._drive(self.core.receive, message)
@@ -327,8 +384,14 @@ class HopRun:
         self._drive(self.core.receive_step, sender, step.epoch, step, rows)
 
     def receive_tokens(self, sender: PeerId, tokens: Tokens) -> None:
+        """Raises MessageError; the client of this session hears who sent it."""
         assert tokens.ids is not None
-        ids = read_ids(tokens.ids)
+        try:
+            ids = read_ids(tokens.ids)
+            check_ids(ids, self._server.serving.vocab)
+        except MessageError as error:
+            self._drive(self.core.bad_input, sender, tokens.epoch, str(error))
+            raise
         self._drive(self.core.receive_tokens, sender, tokens.epoch, tokens.first_position, ids)
 
     async def ready_for(self, epoch: int) -> bool:
@@ -449,7 +512,8 @@ class HopRun:
         if error is not None:
             if not isinstance(error, SwarmError):  # a bug of ours: told in full here, in short to the client
                 log.error("a step failed", exc_info=error)
-            self._drive(self.core.failed, work, str(error) or type(error).__name__)
+            what = "input" if isinstance(error, BadInput) else "room" if isinstance(error, CacheFull) else "step"
+            self._drive(functools.partial(self.core.failed, what=what), work, str(error) or type(error).__name__)
             return
         result = answer.result()
         spent = Spent(result.computed_s, result.waited_s)
@@ -468,13 +532,25 @@ class HopRun:
         self._server.forget(self)
 
 
-def check_target(message: Open | Prepare, me: PeerId) -> None:
-    """Only a descriptor signed by the hop that it names may make us dial. Raises MessageError."""
+def check_target(message: Open | Prepare, me: PeerId, serving: Serving) -> None:
+    """Only a descriptor signed by the hop that it names may make us dial, and only one that serves what we would
+    send it. Raises MessageError: else a client could make us send its neighbours what they can't take."""
     target = message.next or message.first
     if target.peer == me:
         return
-    if open_descriptor(target.descriptor).peer != target.peer:
+    found = open_descriptor(target.descriptor)
+    if found.peer != target.peer:
         raise MessageError(f"the descriptor of hop {target.peer[:8]} isn't signed by that peer")
+    if found.fingerprint != serving.fingerprint or target.start not in found.span:
+        raise MessageError(f"hop {target.peer[:8]} doesn't serve layer {target.start} of this model")
+    if found.dtype and found.dtype != serving.dtype:
+        raise MessageError(f"hop {target.peer[:8]} takes hidden states as {found.dtype}, here they are {serving.dtype}")
+
+
+def check_ids(ids: Sequence[int], vocab: int) -> None:
+    """Raises MessageError where an id isn't one of the model's."""
+    if ids and max(ids) >= vocab:
+        raise MessageError(f"token id {max(ids)} is beyond the vocabulary of {vocab}")
 
 
 class Outbound:
@@ -511,9 +587,11 @@ class Outbound:
                 await self._carry_here()
             else:
                 await self._carry_there()
+        except PeerFailed as error:  # who is or isn't there is none of the client's business, or we scan for it
+            log.info("no way to the next hop: %s", error)
+            self._run.link_down(self._epoch, "it can't be reached where it says it is")
         except SwarmError as error:
-            reason = error.reason if isinstance(error, PeerFailed | LinkFailed) else str(error)
-            self._run.link_down(self._epoch, reason)
+            self._run.link_down(self._epoch, error.reason if isinstance(error, LinkFailed) else str(error))
 
     async def _carry_there(self) -> None:
         link = await self._server.reach(self._to)

@@ -43,6 +43,7 @@ from peer.capacity import (
     uses_tf32,
 )
 from peer.checkpoint import Progress, no_progress
+from peer.handout import Handout
 from peer.hop import HopConfig
 from peer.local import EXIT_WITH_STDIN
 from peer.progress import terminal_progress
@@ -51,15 +52,12 @@ from routing.placement import Claim, NothingFits, choose_span, recheck
 from routing.spans import Span
 from swarm.addresses import parse_address
 from swarm.display import WARNINGS, count
-from swarm.errors import MessageError, UsageError
-from swarm.flow import Priority
+from swarm.errors import UsageError
 from swarm.lan import Announced, Lan, lan_wanted
-from swarm.link import Stream
-from swarm.messages import Files, GetFiles, Message
+from swarm.messages import GetFiles
 from swarm.node import Node
 from swarm.records import MAX_ADDRESSES, MAX_DEVICE_NAME, MAX_MODEL_NAME, MAX_NAME, Descriptor, Load
 from swarm.state import PeerDir, StateDir
-from swarm.tensors import RawTensor
 from swarm.transport import Transport
 
 log = logging.getLogger("swarm.service")
@@ -220,7 +218,8 @@ class PeerService:
             progress=self._progress,
         )
         await asyncio.to_thread(self._size_up)
-        self.transport.handle(GetFiles, self._on_files)  # no earlier: there was nothing to hand out
+        handout = Handout(self.source.tokenizer_hash, self.source.tokenizer_files())
+        self.transport.handle(GetFiles, handout.answer)  # no earlier: there was nothing to hand out
 
     def _size_up(self) -> None:
         """What of the model would fit here, told in a few lines. Imports torch, so it runs in a thread."""
@@ -410,6 +409,7 @@ class PeerService:
             dtype=self.dtype,
             max_sessions=self._options.max_sessions,
             context=plan.context,
+            vocab=plan.model.vocab,
         )
         self.server = Server(self.node, self.transport, self.engine, self.pool, serving, self.config)
         self.server.on_change = self._sessions_changed
@@ -453,14 +453,6 @@ class PeerService:
             self._say(f"{'+' if now > self._sessions else '-'} session, {now} open")
             self._sessions = now
             self.node.heartbeat(self._load_now("draining" if self.server.draining else "serving"))
-
-    async def _on_files(self, stream: Stream, message: Message) -> None:
-        assert isinstance(message, GetFiles)
-        if message.tokenizer_hash != self.source.tokenizer_hash:
-            raise MessageError("another model is served here")
-        files = self.source.tokenizer_files()
-        tensors = {name: RawTensor("uint8", (len(data),), data) for name, data in files.items()}
-        await stream.send(Files(tensors), Priority.BULK)
 
     # ------------------------------------------------------------ stop
 

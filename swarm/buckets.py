@@ -38,6 +38,28 @@ class Bucket:
         return now if left >= amount else now + (amount - left) / self._rate
 
 
+MAX_BUCKETS = 4096  # of one table, about 0.5 MiB; those used the longest ago go first, and would be full by then
+
+
+class BucketTable:
+    """A bucket for each name, all alike."""
+
+    def __init__(self, rate: float, burst: float) -> None:
+        self._rate, self._burst = rate, burst
+        self._buckets: OrderedDict[str, Bucket] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._buckets)
+
+    def take(self, name: str, now: float, amount: float = 1.0) -> bool:
+        """False: that would be too many, and nothing was taken."""
+        bucket = self._buckets.pop(name, None) or Bucket(self._rate, self._burst, now)
+        self._buckets[name] = bucket
+        if len(self._buckets) > MAX_BUCKETS:
+            self._buckets.popitem(last=False)
+        return bucket.take(now, amount)
+
+
 FIRST_PENALTY_S = 1.0
 # A neighbourhood is more than the flooder in it: whoever shares its /24 isn't kept out for longer than a minute.
 LONGEST_PENALTY_S = 64.0

@@ -6,7 +6,6 @@ status can't say "healthy" where a client finds a gap: both plan a real route.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import random
 from collections import Counter
@@ -33,6 +32,12 @@ class LiveModel:
     fingerprint: bytes
     layers: int
     entries: tuple[PeerEntry, ...]
+
+    @property
+    def vocab(self) -> int:
+        """What most of its peers say: ids that a model can draw are lower."""
+        counts = Counter(entry.descriptor.vocab for entry in self.entries)
+        return max(sorted(counts), key=counts.__getitem__)
 
     @property
     def serving(self) -> tuple[PeerEntry, ...]:
@@ -143,7 +148,8 @@ def plan_chain(
 
     need_kv: positions each new hop must be able to reserve. hopeful: where only full peers are left, take those:
     what they advertise is up to a minute old, and asking costs a round trip. context: positions each hop must be
-    able to hold at all. known: peers of this swarm that were alive lately, for the message.
+    able to hold at all. known: peers of this swarm that were alive lately, for the message. kept: as they are, but
+    of two that excluded_links keep apart either may be replaced, where nothing else helps.
     """
     usable = [entry for entry in model.serving if entry.descriptor.context >= context]
     planned = functools.partial(
@@ -151,19 +157,22 @@ def plan_chain(
         model.layers,
         offers(usable, link_s),
         Links(client_s={str(peer): half for peer, half in link_s.items()}),
-        kept=kept,
         excluded_peers=frozenset(excluded_peers),
         excluded_links=frozenset(excluded_links),
         numerics=numerics,
         rng=rng,
     )
-    try:
-        return planned(need_kv=need_kv)
-    except NoChain as error:
-        problem = _no_route(model, error, known, need_kv)
-    if hopeful:
-        with contextlib.suppress(NoChain):
-            return planned(need_kv=0)
+    apart = {peer for pair in excluded_links for peer in pair}
+    loose = [hop for hop in kept if hop.peer not in apart]
+    holds = [kept] if len(loose) == len(kept) else [kept, loose]
+    problem: NoRoute | None = None
+    for need in (need_kv, 0) if hopeful else (need_kv,):
+        for held in holds:
+            try:
+                return planned(need_kv=need, kept=held)
+            except NoChain as error:
+                problem = problem or _no_route(model, error, known, need_kv)
+    assert problem is not None
     raise problem
 
 

@@ -200,6 +200,7 @@ class AsyncClient:
                 fingerprint=live.fingerprint,
                 reserve=limit,
                 chunk=PREFILL_CHUNK,
+                vocab=live.vocab,
             )
             # the client may have been closed meanwhile
             made = SessionDriver(Session(config, planner, self._rng, self._timings), self._require_node())

@@ -15,6 +15,7 @@
     ├── OutOfStep                a step starts beyond the KV's length; KV unchanged
     ├── CannotRewind             a step starts before what attention windows have kept; KV unchanged
     ├── StepFailed               this peer couldn't finish one session's step; the others are unaffected
+    │   └── BadInput             since what it got for it can't be right: the sender's fault
     ├── EngineStopped            this peer's engine takes no more steps
     ├── Unreachable              nobody answers at an address
     │   └── PortTaken
@@ -135,6 +136,10 @@ class StepFailed(SwarmError):
     def __init__(self, layers: str, reason: str) -> None:
         self.layers, self.reason = layers, reason
         super().__init__(f"layers {layers} couldn't finish a step: {reason}")
+
+
+class BadInput(StepFailed):
+    """What came for a step can't be right: its sender is at fault. Nothing was run, the session's KV is as before."""
 
 
 class EngineStopped(SwarmError):

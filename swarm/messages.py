@@ -32,6 +32,7 @@ MAX_EPOCH = 1 << 32
 MAX_LAYERS = 1 << 12
 MAX_STOP_IDS = 256       # generation configs list a handful
 MAX_RECORD_BYTES = 1024  # descriptor and heartbeat together (protocol.md)
+MAX_SECONDS = 1e6        # eleven days; whatever takes longer has failed
 MAX_TEXT = 512           # reasons and names, for people
 MAX_LOGPROBS = 20        # likeliest ids per token, as the field's own interface has it
 MAX_BIASED = 1024        # ids with a logit bias
@@ -80,10 +81,15 @@ def number(low: float, high: float) -> Codec:
     return Codec(_same, read)
 
 
+def printable(value: str) -> str:
+    """A stranger's words may end up on a terminal, where escape sequences are orders."""
+    return value if value.isprintable() else "".join(c if c.isprintable() else "\ufffd" for c in value)
+
+
 def text(most: int = MAX_TEXT) -> Codec:
     def read(value: Wire) -> str:
         _check(isinstance(value, str) and len(value) <= most, f"text of at most {most} characters", value)
-        return str(value)
+        return printable(value)
 
     return Codec(lambda value: value[:most], read)
 
@@ -142,7 +148,7 @@ epoch = integer(0, MAX_EPOCH)
 position = integer(0, MAX_POSITION)
 session_id = octets(16, 16)
 digest = octets(32, 32)
-seconds = number(0.0, 1e6)
+seconds = number(0.0, MAX_SECONDS)
 
 
 def nested(cls: type[Any]) -> Codec:
@@ -470,10 +476,12 @@ class Close(Message):
 
 @message("fault")
 class Fault(Message):
-    """A hop can't go on with this epoch. `what` says whose fault: the `link` to `other`, or the `step`."""
+    """A hop can't go on with this epoch. `what` says whose fault: the `link` to `other`; the `step`, which this hop
+    couldn't run; the `input`, as `other` sent what can't be right (NaN, an id beyond the vocabulary); or the `room`,
+    as a step of `other`'s runs over the reservation, so that either it or the client asks for too much."""
 
     epoch: int = of(epoch)
-    what: str = of(one_of("link", "step"))
+    what: str = of(one_of("link", "step", "input", "room"))
     reason: str = of(text())
     other: PeerId | None = of(optional(peer), default=None)
 
@@ -517,7 +525,10 @@ class Spent:
     queue_s: float = of(seconds, default=0.0)
 
     def plus(self, other: Spent) -> Spent:
-        return Spent(self.compute_s + other.compute_s, self.queue_s + other.queue_s)
+        """At most what the next hop takes: what comes from before is a stranger's word."""
+        return Spent(
+            min(MAX_SECONDS, self.compute_s + other.compute_s), min(MAX_SECONDS, self.queue_s + other.queue_s)
+        )
 
 
 NOTHING_SPENT = Spent()

@@ -137,6 +137,12 @@ class Descriptor:
     release: str = _key("r", _printable(24), default="")
     features: tuple[str, ...] = _key("g", messages.list_of(_printable(16), 8), default=())
 
+    @property
+    def dtype(self) -> str:
+        """In which its hidden states travel, as `numerics` says: device kind/dtype/...; "" if it doesn't."""
+        parts = self.numerics.split("/")
+        return parts[1] if len(parts) > 1 else ""
+
     def check(self) -> None:
         if self.span.stop > self.layers:
             raise MessageError(f"a claim of [{self.span.start}, {self.span.stop}) in {self.layers} layers")

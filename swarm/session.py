@@ -44,6 +44,7 @@ from routing.spans import Hop, Route
 from swarm.errors import (
     GenerationFailed,
     LinkFailed,
+    MessageError,
     NoRoute,
     PeerFailed,
     Refused,
@@ -101,6 +102,7 @@ class SessionConfig:
     far above a round trip, and all that a client that vanished can cost.
     renew_every_s: a sixth of the lease, so that a lost one doesn't matter.
     chunk: positions of a prefill step, for the estimate of how long a replay takes.
+    vocab: ids of the model are lower; None: not known.
     min_deadline_s, deadline_factor: overdue = max(min, factor x p99).
     where_patience_s: how long a living peer may take to answer the second `Where`.
     exclusion_s: how long a failed peer or pair stays out of plans. refused_s: the same for a peer that
@@ -120,6 +122,7 @@ class SessionConfig:
     credit_window: int = 64
     renew_every_s: float = 5.0
     chunk: int = 256
+    vocab: int | None = None
     min_deadline_s: float = 2.0
     deadline_factor: float = 4.0
     where_patience_s: float = 2.0
@@ -381,6 +384,7 @@ class Session:
         self._link_faults: dict[tuple[PeerId, PeerId], float] = {}  # failed once, at
         self._stream_faults: dict[PeerId, float] = {}
         self._rejected_by: set[PeerId] = set()
+        self._accused_by: dict[PeerId, set[PeerId]] = {}  # hops that say others sent them nonsense, and whom
         self._lost_offline: dict[HopKey, tuple[str, bool]] = {}
 
     # ------------------------------------------------------------------------ seen from outside
@@ -721,9 +725,14 @@ class Session:
         if message.first_position > known:
             self._send_credit()
             return
-        assert message.ids is not None
         new = slice(known - message.first_position, self._config.limit - message.first_position)
-        ids, likelihoods = read_ids(message.ids)[new], message.likelihoods()[new]
+        try:
+            ids, likelihoods = self._drawn(message)
+        except MessageError as error:
+            self._blame(key.peer, str(error), now)
+            self._trouble(PeerFailed(key.peer, str(error)), now)
+            return
+        ids, likelihoods = ids[new], likelihoods[new]
         if not ids:
             return
         self._ids += ids
@@ -737,6 +746,14 @@ class Session:
             return
         self._enter(Phase.RUNNING)
         self._owe(now)
+
+    def _drawn(self, message: Tokens) -> tuple[list[int], tuple[Likelihoods, ...]]:
+        """Raises MessageError for what no honest hop says."""
+        assert message.ids is not None
+        ids, vocab = read_ids(message.ids), self._config.vocab
+        if vocab is not None and ids and max(ids) >= vocab:
+            raise MessageError(f"it drew token id {max(ids)}, beyond the vocabulary of {vocab}")
+        return ids, message.likelihoods()
 
     def _note_time(self, now: float) -> None:
         if self._owed_since is not None:
@@ -986,12 +1003,39 @@ class Session:
             other = message.other or key.peer
             self._link_fault(key.peer, other, message.reason, now)
             return
+        if message.what == "input":
+            self._bad_input(key, message, now)
+            return
+        sender = self._before(key)
+        if message.what == "room" and sender is not None:  # either may have made it up: it is between them
+            self._link_fault(sender, key.peer, message.reason, now)
+            return
         self._rejected_by.add(key.peer)
         if len(self._rejected_by) >= 2:
             self._fail(StepRejected(message.reason))
             return
         self._blame(key.peer, message.reason, now)
         self._trouble(PeerFailed(key.peer, message.reason), now)
+
+    def _bad_input(self, key: HopKey, message: Fault, now: float) -> None:
+        """A hop says that the one before it sent what can't be right. An honest one checks what it sends, so that
+        one is to blame; but whoever says so of a second peer, or of one that isn't before it, is itself."""
+        sender = self._before(key)
+        accused = self._accused_by.setdefault(key.peer, set())
+        accused.add(message.other or key.peer)
+        reason = message.reason
+        guilty = message.other if message.other == sender is not None and len(accused) == 1 else None
+        if guilty is None:
+            guilty, reason = key.peer, f"it says others sent it nonsense: {reason}"
+        self._blame(guilty, reason, now)
+        self._trouble(PeerFailed(guilty, reason), now)
+
+    def _before(self, key: HopKey) -> PeerId | None:
+        """Who feeds this hop in the present chain: the one before it, or the last one; None: it itself."""
+        keys = self._keys
+        if key not in keys or len(keys) == 1:
+            return None
+        return keys[keys.index(key) - 1].peer
 
     def _trouble(self, error: SwarmError, now: float) -> None:
         """Give up this epoch and go on with the next, at once or after a pause."""

@@ -792,4 +792,4 @@ def _reason(text: str) -> bytes:
 
 
 def _text(payload: bytes) -> str:
-    return payload[:MAX_REASON].decode(errors="replace")
+    return messages.printable(payload[:MAX_REASON].decode(errors="replace"))

@@ -40,6 +40,7 @@ CORES = (
     "swarm/records.py",
     "swarm/messages.py",
     "swarm/session.py",
+    "peer/admission.py",
     "peer/hop.py",
     "peer/journal.py",
     "peer/batch.py",

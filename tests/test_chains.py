@@ -182,6 +182,20 @@ def test_kept_hops_stay_and_excluded_ones_go() -> None:
 # ---------------------------------------------------------------- plans
 
 
+def test_of_two_kept_hops_that_cant_reach_each_other_either_may_be_replaced() -> None:
+    (model,) = live_models([entry("p", 0, 3), entry("q", 3, 6), entry("r", 3, 6), entry("s", 0, 3)])
+    kept = [Hop(Span(0, 3), "p"), Hop(Span(3, 6), "q")]
+    assert hops(plan_chain(model, {}, 4, kept=kept)) == [("p", 0, 3), ("q", 3, 6)]
+    assert hops(plan_chain(model, {}, 4, kept=kept, excluded_links={("r", "s")})) == [("p", 0, 3), ("q", 3, 6)]
+    found = hops(plan_chain(model, {}, 4, kept=kept, excluded_links={("p", "q")}))
+    assert {found[0][0], found[1][0]} != {"p", "q"} and len(found) == 2
+
+
+def test_a_models_vocabulary_is_what_most_of_its_peers_say() -> None:
+    (model,) = live_models([entry("p", vocab=100), entry("q", vocab=1 << 20), entry("r", vocab=100)])
+    assert model.vocab == 100
+
+
 def test_a_plan_says_how_long_a_prefill_chunk_takes_on_the_whole_chain() -> None:
     (model,) = live_models([entry("p", 0, 4, queue_s=0.25), entry("q", 4, 6)])
     route = plan_chain(model, {}, 2)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from peer.source import ModelSource
 from swarm import AsyncClient, Client
 from swarm.client import join_addresses
 from swarm.errors import (
@@ -311,11 +312,10 @@ async def test_generations_that_begin_together_fetch_the_tokenizer_once(
 async def test_a_tokenizer_that_isnt_the_signed_one_is_refused(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    honest = ModelSource.tokenizer_files
+    monkeypatch.setattr(ModelSource, "tokenizer_files", lambda source: {**honest(source), "model.json": b"{}"})
     peers = tiny.new_swarm()
     peers.start_all(tiny.model, {"liar": "0:6"})
-    source = peers.peers["liar"].source
-    files = {**source.tokenizer_files(), "model.json": b"{}"}
-    monkeypatch.setattr(type(source), "tokenizer_files", lambda _: files)
     async with tiny.client(peers) as client:
         with pytest.raises(MessageError, match="isn't the one it signed for"):
             await client.generate("Why?")

@@ -7,11 +7,13 @@ import dataclasses
 import math
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import PreTrainedModel
 
+from peer import engine as engine_module
 from peer.batch import BatchConfig
 from peer.cache import KvPool
 from peer.engine import Engine, EngineConfig, Job, JobResult, measure_speed, measure_workspace, pack
@@ -21,7 +23,7 @@ from peer.kv import KvSizes
 from peer.model import PackedStep, SpanModel, StepOutput
 from peer.weights import load_span
 from routing.spans import Span
-from swarm.errors import CacheFull, EngineStopped, OutOfStep, StepFailed
+from swarm.errors import BadInput, CacheFull, EngineStopped, OutOfStep, StepFailed
 from swarm.messages import Sampling
 from tests.tiny import LAYERS, MemoryCheckpoint, tiny_model
 
@@ -144,10 +146,20 @@ def wrong_jobs(model: SpanModel) -> list[tuple[Job, type[Exception], str]]:
         (Job(model.new_cache(8), WHOLE, 0, hidden=torch.zeros(1, 32)), StepFailed, "token ids"),
         (Job(model.new_cache(8, part), part, 0, hidden=torch.zeros(1, 31)), StepFailed, r"\[1, 32\]"),
         (Job(model.new_cache(8, part), Span(1, 4), 0, hidden=torch.zeros(1, 32)), StepFailed, "KV 2-3"),
+        *((Job(model.new_cache(8, part), part, 0, hidden=one_bad(v)), BadInput, "input has") for v in NOT_FINITE),
     ]
 
 
-@pytest.mark.parametrize("case", range(8))
+NOT_FINITE = (math.nan, math.inf, -math.inf)
+
+
+def one_bad(value: float) -> torch.Tensor:
+    rows = torch.zeros(3, 32)
+    rows[1, 17] = value
+    return rows
+
+
+@pytest.mark.parametrize("case", range(11))
 async def test_a_wrong_step_fails_alone(case: int, engine: Engine, uncut: PreTrainedModel) -> None:
     assert engine.model is not None
     job, error, text = wrong_jobs(engine.model)[case]
@@ -158,18 +170,47 @@ async def test_a_wrong_step_fails_alone(case: int, engine: Engine, uncut: PreTra
     assert engine.stats.failed == 1 and job.cache.length == 0
 
 
-async def test_nan_stops_its_session_and_names_the_layers(engine: Engine) -> None:
+async def test_nan_stops_its_session_and_names_the_layers(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What comes in is finite, what comes out isn't."""
     span = Span(1, 3)
     assert engine.model is not None
+    forward = engine.model.forward
+
+    def poisoned(step: PackedStep) -> StepOutput:
+        output = forward(step)
+        assert step.hidden is not None
+        return dataclasses.replace(output, hidden=output.hidden.where((step.hidden != 7.0), math.nan))
+
+    monkeypatch.setattr(engine.model, "forward", poisoned)
     caches = [engine.model.new_cache(4, span) for _ in range(2)]
-    rows = [torch.randn(2, 32), torch.full((2, 32), math.nan)]
+    rows = [torch.randn(2, 32), torch.full((2, 32), 7.0)]
     good, bad = await asyncio.gather(
         *(engine.submit(Job(c, span, 0, hidden=r)) for c, r in zip(caches, rows, strict=True)),
         return_exceptions=True,
     )
     assert isinstance(good, JobResult) and good.output is not None and good.output.isfinite().all()
     assert isinstance(bad, StepFailed) and "layers 1-2" in str(bad) and "NaN" in str(bad)
-    assert caches[1].length == 0
+    assert not isinstance(bad, BadInput) and caches[1].length == 0
+
+
+async def test_a_bug_in_drawing_an_id_fails_its_session_alone(
+    engine: Engine, uncut: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    draw = engine_module._draw
+
+    def broken(row: Any, ask: SampleAt) -> Any:
+        if ask.sampling.seed == 666:
+            raise IndexError("of no array")
+        return draw(row, ask)
+
+    monkeypatch.setattr(engine_module, "_draw", broken)
+    good, bad = await asyncio.gather(
+        generate(engine, prompt(1, 6), 6),
+        generate(engine, prompt(1, 6), 6, Sampling(temperature=0.5, seed=666)),
+        return_exceptions=True,
+    )
+    assert good == reference(uncut, prompt(1, 6), 6)
+    assert isinstance(bad, IndexError) and "couldn't be drawn" in caplog.text
 
 
 class Faulty(SpanModel):

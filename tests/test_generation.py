@@ -9,8 +9,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import gc
-import math
-import struct
 import time
 from collections.abc import AsyncIterator, Awaitable, Iterator
 from contextlib import contextmanager
@@ -20,33 +18,16 @@ import pytest
 
 import swarm.client
 from peer.hop import HopConfig
-from routing.spans import Span
 from swarm import AsyncClient, Completion, Generation, Piece
 from swarm.addresses import parse_address
-from swarm.errors import GenerationFailed, NoRoute, StreamClosed, UsageError
+from swarm.errors import GenerationFailed, NoRoute, UsageError
 from swarm.identity import Identity
-from swarm.link import Link, Stream
 from swarm.messages import (
-    Close,
-    Credit,
-    Fault,
-    HopRef,
-    Message,
-    Open,
     Opened,
-    Prepare,
-    RefusedMessage,
-    Resume,
-    Step,
-    StepsLink,
-    Tokens,
-    TokensLink,
-    Unknown,
-    Unsupported,
 )
 from swarm.session import SessionConfig
-from swarm.tensors import RawTensor, ids_tensor
 from swarm.transport import Transport
+from tests.stranger import open_message
 from tests.tiny_swarm import CHAINS, CONTEXT, EOS, PATIENT, WITHIN_S, Tiny, TinySwarm
 
 PROMPTS = (
@@ -595,16 +576,6 @@ async def abandoned(peers: TinySwarm, name: str, sessions: int, positions: int) 
     return me
 
 
-def open_message(peers: TinySwarm, name: str, session: bytes, positions: int = 64, epoch: int = 1) -> Open:
-    """A chain of this one peer."""
-    peer = peers.peers[name]
-    me = HopRef(peer.transport.identity.peer_id, peer.span.start, peer.node.descriptor_bytes)
-    return Open(
-        session=session, epoch=epoch, span=peer.span, previous=None, next=None, first=me, last=me,
-        fingerprint=peer.source.fingerprint, reserve=positions,
-    )  # fmt: skip
-
-
 async def vanish(client: Transport) -> None:
     for link in list(client._sockets):
         link.abort()
@@ -637,152 +608,3 @@ async def test_the_room_of_vanished_clients_goes_to_whoever_needs_it(tiny: Tiny)
                     await reader.changed()
             assert (await reader.generate("Hello", max_tokens=4)).usage.completion_tokens == 4
         assert peers.held() == {"only": 3}
-
-
-# ---------------------------------------------------------------- hostile neighbours
-
-
-class Stranger:
-    """Somebody with an identity of its own who speaks to the peers of a chain by hand."""
-
-    def __init__(self, peers: TinySwarm) -> None:
-        self.peers = peers
-        self.transport = Transport(Identity.ephemeral())
-
-    async def link(self, name: str) -> Link:
-        return await self.transport.dial(parse_address(self.peers.address_of(name)))
-
-    async def say(self, name: str, *messages: Message) -> Stream:
-        stream = (await self.link(name)).open_stream()
-        for message in messages:
-            await stream.send(message)
-        return stream
-
-    async def answer(self, name: str, *messages: Message) -> Message:
-        return await within((await self.say(name, *messages)).receive())  # type: ignore[no-any-return]
-
-    async def end(self, name: str, *messages: Message) -> str:
-        """Why the stream was ended."""
-        stream = await self.say(name, *messages)
-        with pytest.raises(StreamClosed) as closed:
-            while True:
-                await within(stream.receive())
-        return closed.value.reason
-
-
-def hidden(rows: int, width: int = 32, dtype: str = "float32") -> dict[str, RawTensor]:
-    return {"hidden": RawTensor(dtype, (rows, width), bytes(4 * rows * width))}
-
-
-async def test_garbage_costs_its_stream_and_no_other_session_notices(tiny: Tiny) -> None:
-    right = tiny.oracle.greedy(tiny.oracle.chat_ids("Hello"), 300)
-    async with tiny.client(chain="three") as client:
-        answer = client.stream("Hello", max_tokens=300)
-        pieces = [await anext(answer)]
-        key = next(iter(tiny.swarm.peers["b"].server.runs))
-        stranger = Stranger(tiny.swarm)
-        reasons = {}
-        for what, (name, messages) in garbage(tiny.swarm, key.client, key.session).items():
-            reasons[what] = await stranger.end(name, *messages)
-            pieces.append(await anext(answer))
-        pieces += [piece async for piece in answer]
-        await stranger.transport.close()
-    assert answer.result is not None
-    assert list(answer.result.token_ids) == right and answer.repairs == ()
-    assert {what: reason for what, reason in reasons.items() if what not in reason} == {}
-    tiny.swarm.evict("one")  # two of the messages came behind a good `Open`, whose lease runs on
-    await tiny.swarm.emptied()
-
-
-def garbage(peers: TinySwarm, client: Any, session: bytes) -> dict[str, tuple[str, list[Message]]]:
-    """What the reason given must contain -> whom to send what. client, session: somebody else's, running."""
-    steps, tokens = StepsLink(client, session, 2, 1), TokensLink(client, session, 0, 1)
-    foreign = open_message(peers, "one", bytes(16))
-    liar = HopRef(Identity.ephemeral().peer_id, 2, foreign.first.descriptor)
-    a = open_message(peers, "a", bytes(16)).first
-    placed = Open(bytes(16), 1, Span(0, 2), None, liar, a, liar, fingerprint=foreign.fingerprint, reserve=9)
-    stray = Open(bytes(16), 1, Span(0, 2), a, None, a, a, fingerprint=foreign.fingerprint, reserve=9)
-    unfit = Resume(1, 0, 0, 70, ids_from=0, ids=ids_tensor([1] * 71), credit=80, limit=80)
-    return {
-        "no such session": ("b", [StepsLink(client, bytes(16), 2, 1), Step(hidden(1), 1, 0, 0)]),
-        "another hop there": ("b", [steps, Step(hidden(1), 1, 0, 0)]),
-        "another hop": ("a", [tokens, Tokens(1, 0, ids=ids_tensor([1]))]),
-        "isn't signed by that peer": ("a", [placed]),
-        "impossible chain": ("a", [stray]),
-        "doesn't fit": ("one", [foreign, unfit]),
-        "one hop of one session": ("one", [foreign, open_message(peers, "one", bytes(15) + b"x")]),
-        "not for a hop": ("one", [foreign, Opened(1)]),
-    }  # fmt: skip
-
-
-async def chained(stranger: Stranger, session: bytes) -> Stream:
-    """The stranger opens b for a chain in which it is the hop before it, so that its steps are read."""
-    peers = stranger.peers
-    c = open_message(peers, "c", session).first
-    me = HopRef(stranger.transport.identity.peer_id, 0, b"")
-    fingerprint = peers.peers["b"].source.fingerprint
-    stream = await stranger.say(
-        "b", Open(session, 1, Span(2, 4), me, c, me, c, fingerprint=fingerprint, reserve=64)
-    )
-    assert isinstance(await within(stream.receive()), Opened)
-    await stream.send(Resume(1, 0, 0, 0))
-    return stream
-
-
-def steps_of(stranger: Stranger, session: bytes, tensors: dict[str, RawTensor]) -> list[Message]:
-    link = StepsLink(stranger.transport.identity.peer_id, session, 2, 1)
-    return [link, Step(tensors, epoch=1, round=0, position=0)]
-
-
-async def test_steps_must_have_the_models_shape_and_type(tiny: Tiny) -> None:
-    stranger = Stranger(tiny.swarm)
-    wrong = {
-        "float32 [n, 32]": hidden(1, dtype="int32"),
-        "got [1, 31]": hidden(1, width=31),
-        "got [2049, 32]": hidden(2049),
-        "carries `hidden`": {"other": hidden(1)["hidden"]},
-    }
-    for number, (reason, tensors) in enumerate(wrong.items()):
-        session = bytes([7, number]) * 8
-        stream = await chained(stranger, session)
-        assert reason in await stranger.end("b", *steps_of(stranger, session, tensors))
-        link, _ = steps_of(stranger, session, tensors)
-        assert "a Step of epoch 1" in await stranger.end(
-            "b", link, Step(hidden(1), epoch=2, round=0, position=0)
-        )
-        assert "got Credit" in await stranger.end("b", link, Credit(1, 9, 0))
-        await stream.send(Close(1))
-        await stream.end()
-    await stranger.transport.close()
-    await tiny.swarm.emptied()
-
-
-async def test_nan_is_found_at_the_next_hop(tiny: Tiny) -> None:
-    stranger, session = Stranger(tiny.swarm), bytes([8]) * 16
-    stream = await chained(stranger, session)
-    nan = RawTensor("float32", (1, 32), struct.pack("<32f", *[math.nan] * 32))
-    steps = await stranger.say("b", *steps_of(stranger, session, {"hidden": nan}))
-    fault = await within(stream.receive())
-    assert isinstance(fault, Fault) and fault.what == "step" and "NaN" in fault.reason
-    await stream.send(Close(1))
-    await stream.end()
-    steps.reset("done")
-    await tiny.swarm.emptied()
-    await stranger.transport.close()
-
-
-async def test_a_stranger_learns_nothing_of_sessions_that_arent_its_own(tiny: Tiny) -> None:
-    async with tiny.client(chain="three") as client:
-        answer = client.stream("Hello", max_tokens=300)
-        await anext(answer)
-        key = next(iter(tiny.swarm.peers["a"].server.runs))
-        stranger = Stranger(tiny.swarm)
-        a = open_message(tiny.swarm, "a", key.session).first
-        prepare = Prepare(key.session, 99, Span(0, 2), None, None, a, a)
-        assert await stranger.answer("a", prepare) == Unknown(99)
-        assert isinstance(await stranger.answer("a", Credit(1, 1000, 0)), Unsupported)
-        refused = await stranger.answer("b", open_message(tiny.swarm, "one", bytes(16)))
-        assert isinstance(refused, RefusedMessage) and "aren't served here" in refused.reason
-        await answer.aclose()
-        await stranger.transport.close()
-    await tiny.swarm.emptied()

@@ -15,7 +15,7 @@ from peer.journal import Journal
 from peer.kv import LayerKV, Reach, Rewinds
 from routing.spans import Span
 from swarm.errors import CapacityError, MessageError
-from swarm.identity import peer_id
+from swarm.identity import PeerId, peer_id
 from swarm.messages import (
     NOTHING_SPENT,
     Close,
@@ -241,7 +241,8 @@ def test_a_hop_is_resumed_within_its_windows_or_from_the_beginning() -> None:
 def test_a_round_that_starts_before_the_windows_stops_the_epoch() -> None:
     bench = windowed(12)
     (fault,) = told(bench.step(12, 5, [1]))
-    assert isinstance(fault, Fault) and fault.what == "step" and "it may start at 9 or later" in fault.reason
+    assert isinstance(fault, Fault) and "it may start at 9 or later" in fault.reason
+    assert (fault.what, fault.other) == ("input", FIRST)
 
 
 def test_no_step_is_taken_before_resume() -> None:
@@ -434,7 +435,49 @@ def test_a_step_beyond_the_reservation_is_a_fault_not_a_crash() -> None:
     bench.hop.link_up(1, 0.0)
     bench.resumed(resume_at=0, ids=(7,))
     (fault,) = told(bench.step(0, 0, [1, 2, 3, 4]))
-    assert fault.what == "step" and "4 KV positions" in fault.reason
+    assert "4 KV positions" in fault.reason
+    assert (fault.what, fault.other) == ("room", FIRST), "not this hop's own"
+
+
+def test_tokens_beyond_the_reservation_are_no_fault_of_the_first_hops() -> None:
+    bench = Bench(0)
+    bench.say(open_(0, 1, reserve=5))
+    bench.hop.link_up(1, 0.0)
+    bench.resumed(resume_at=2)
+    bench.hop.receive_tokens(LAST, 1, 3, [70, 71, 72], 0.0)
+    (fault,) = [one for one in told(bench.hop.drain()) if isinstance(one, Fault)]
+    assert (fault.what, fault.other) == ("room", LAST)
+
+
+def test_a_client_that_overran_its_reservation_alone_accuses_nobody() -> None:
+    """One hop is the whole chain, and generation ends behind what it reserved."""
+    bench = Bench(0)
+    alone = {"next": None, "first": REFS[0], "last": REFS[0]}
+    bench.say(Open(**place(0, 1) | alone, fingerprint=bytes(32), reserve=3))
+    effects = bench.resumed(ids=(7, 8), resume_at=1, limit=50)
+    for token in (70, 71, 72):
+        job = next(effect for effect in effects if isinstance(effect, Compute))
+        bench.hop.computed(job, None, token if job.sample else None, 0.0)
+        effects = bench.hop.drain()
+        if faults := [one for one in told(effects) if isinstance(one, Fault)]:
+            break
+    assert [(fault.what, fault.other) for fault in faults] == [("room", None)]
+
+
+@pytest.mark.parametrize(
+    ("start", "sender", "epoch", "accused"),
+    [(2, FIRST, 1, FIRST), (0, LAST, 1, LAST), (2, LAST, 1, None), (2, FIRST, 2, None), (4, FIRST, 1, None)],
+)
+def test_nonsense_is_told_with_its_sender_if_it_came_from_where_input_comes(
+    start: int, sender: PeerId, epoch: int, accused: PeerId | None
+) -> None:
+    bench = Bench(start).opened()
+    bench.resumed()
+    bench.hop.bad_input(sender, epoch, "NaN", 0.0)
+    faults = [one for one in told(bench.hop.drain()) if isinstance(one, Fault)]
+    assert faults == ([Fault(1, "input", "NaN", accused)] if accused else [])
+    bench.hop.bad_input(sender, epoch, "NaN", 0.0)
+    assert told(bench.hop.drain()) == [], "once is enough"
 
 
 def test_a_working_hop_says_so_each_second() -> None:

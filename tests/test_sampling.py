@@ -179,3 +179,13 @@ def test_gumbel_max_samples_the_softmax(sampling: Sampling) -> None:
     # The 99.9th percentile of chi-square, by Wilson and Hilferty (1931).
     limit = freedom * (1 - 2 / (9 * freedom) + 3.09 * math.sqrt(2 / (9 * freedom))) ** 3
     assert chi_square < limit
+
+
+@pytest.mark.parametrize("temperature", [5e-324, 1e-310, 1e-200, 1e-30])
+@pytest.mark.parametrize("others", [{}, {"top_p": 0.5}, {"top_p": 0.0}, {"top_k": 3}, {"min_p": 0.1}, {"min_p": 1.0}])
+@pytest.mark.parametrize("largest", [1.0, 3e38, -3e38])
+def test_the_coldest_temperatures_are_greedy(temperature: float, others: dict[str, float], largest: float) -> None:
+    """Anybody may ask for them; a division that overflows must not end in no id at all."""
+    logits = np.linspace(-3e38, largest, 50, dtype=np.float32)
+    logits[17] = max(1.1 * largest, 2.0)
+    assert sample(logits, Sampling(temperature=temperature, seed=3, **others), 5) == int(np.argmax(logits))

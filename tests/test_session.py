@@ -51,7 +51,7 @@ from swarm.session import (
     SessionConfig,
     Timings,
 )
-from swarm.tensors import ids_tensor, read_ids
+from swarm.tensors import RawTensor, ids_tensor, read_ids
 
 A, B, C, D = (peer_id(bytes([n]) * 32) for n in range(1, 5))
 FRONT, BACK = Span(0, 3), Span(3, 6)
@@ -376,6 +376,56 @@ def test_sent_but_not_received_blames_the_link_and_neither_peer() -> None:
     assert (A, C) in talk.session._bad_links
 
 
+@pytest.mark.parametrize(
+    ("ids", "likely"),
+    [
+        (b"\xff\xff\xff\xff", {}),
+        (b"\x00\x00\x01\x00", {}),
+        (b"\x07\x00\x00\x00", {"logprobs": RawTensor("float32", (3,), bytes(12)), "top_ids": ids_tensor([1])}),
+    ],
+    ids=["negative", "beyond the vocabulary", "likelihoods that don't fit"],
+)
+def test_a_last_hop_that_draws_nonsense_is_blamed_and_no_crash(ids: bytes, likely: dict[str, RawTensor]) -> None:
+    talk = Talk(vocab=1 << 15).running()
+    talk.hear(C, Tokens(1, 3, None, RawTensor("int32", (1,), ids), **likely))
+    assert talk.seen(RepairStarted)[0].lost == (C,) and talk.session.ids == (1, 2, 3)
+
+
+def test_nonsense_is_blamed_on_its_sender_and_not_on_whoever_found_it() -> None:
+    talk = Talk().running()
+    talk.token(3, 10)
+    talk.hear(C, Fault(1, "input", "the input has NaN or Inf", A))
+    (started,) = talk.seen(RepairStarted)
+    assert started.lost == (A,) and C not in talk.session._failed_peers
+
+
+@pytest.mark.parametrize("accused", [None, C, D])
+def test_whoever_accuses_somebody_that_isnt_before_it_is_blamed_itself(accused: PeerId | None) -> None:
+    talk = Talk().running()
+    talk.token(3, 10)
+    talk.hear(C, Fault(1, "input", "the input has NaN or Inf", accused))
+    assert talk.seen(RepairStarted)[0].lost == (C,)
+
+
+def test_whoever_accuses_a_second_peer_is_blamed_itself() -> None:
+    talk = Talk().running()
+    talk.token(3, 10)
+    talk.session._accused_by[C] = {D}
+    talk.hear(C, Fault(1, "input", "the input has NaN or Inf", A))
+    assert talk.seen(RepairStarted)[0].lost == (C,)
+
+
+@pytest.mark.parametrize(("teller", "pair"), [(C, (A, C)), (A, (C, A))])
+def test_a_reservation_that_was_overrun_blames_neither_of_the_two(
+    teller: PeerId, pair: tuple[PeerId, PeerId]
+) -> None:
+    talk = Talk().running()
+    talk.token(3, 10)
+    talk.hear(teller, Fault(1, "room", "the step needs 99 KV positions", None))
+    assert talk.seen(RepairStarted)[0].lost == () and not talk.session._failed_peers
+    assert pair in talk.session._link_faults
+
+
 def test_answers_that_differ_show_progress_and_blame_nobody() -> None:
     talk = Talk().running()
     talk.token(3, 10)
@@ -578,7 +628,7 @@ class SessionMachine(RuleBasedStateMachine):
         if not isinstance(message, Opened) or self.opens.get(key) == message.epoch:
             self.call(self.session.receive, key, message)
 
-    @rule(which=st.integers(0, 3), kind=st.integers(0, 5))
+    @rule(which=st.integers(0, 3), kind=st.integers(0, 7))
     def trouble_comes(self, which: int, kind: int) -> None:
         key, epoch = self.key(which), self.session.epoch
         messages = [
@@ -586,6 +636,8 @@ class SessionMachine(RuleBasedStateMachine):
             RefusedMessage(epoch, "full", 1.0),
             Fault(epoch, "link", "reset", D),
             Fault(epoch, "step", "not finite"),
+            Fault(epoch, "input", "not finite", D),
+            Fault(epoch, "room", "too long", None),
             Draining(epoch, 5.0),
             Working(epoch, 2),
         ]
