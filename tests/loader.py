@@ -57,7 +57,7 @@ def figures(case: dict[str, Any]) -> dict[str, int]:
     source = describe(Path(case["directory"]))
     hop = load_span(source, span, dtype)
     read = characters_read() - read_before
-    modules = (hop._shell, *hop._layers)
+    modules = (hop.shell, *hop.layers)
     tensors = {id(t): t for t in chain.from_iterable((*m.parameters(), *m.buffers()) for m in modules)}
     return {
         "peak": status("VmHWM") - before,

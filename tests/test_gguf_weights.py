@@ -185,7 +185,7 @@ def test_a_model_may_mix_them_and_be_wanted_in_another_type(tmp_path: Path) -> N
     assert {spec.dtype for spec in source.tensors.values()} == {"F32", "Q5_1"}
     whole = loaded(source)
     hop = load_span(source, Span(1, 2), torch.bfloat16)
-    held = dict(hop._layers[0].named_parameters())
+    held = dict(hop.layers[0].named_parameters())
     for name, value in held.items():
         assert torch.equal(value, whole[f"model.layers.1.{name}"].bfloat16()), name
     assert sum(value.nbytes for value in held.values()) == span_prices(source, torch.bfloat16)(Span(1, 2))
@@ -230,7 +230,7 @@ def test_a_span_of_a_split_model_touches_only_its_own_parts(tmp_path: Path) -> N
     for part in set(parts) - set(needed):
         (tmp_path / part).unlink()
     hop = load_span(source, Span(1, 2), torch.float32)
-    for name, value in hop._layers[0].named_parameters():
+    for name, value in hop.layers[0].named_parameters():
         assert torch.equal(value, model.state_dict()[f"model.layers.1.{name}"]), name
 
 

@@ -354,7 +354,7 @@ def load(source: ModelSource, span: Span) -> dict[str, np.ndarray]:
     names = span_tensors(source, span)
     source.fetch_tensors(names)
     hop = load_span(source, span, torch.float32)
-    layers = {f"model.layers.{i}.": layer for i, layer in zip(span, hop._layers, strict=True)}
+    layers = {f"model.layers.{i}.": layer for i, layer in zip(span, hop.layers, strict=True)}
     return {
         prefix + name: tensor.numpy()
         for prefix, layer in layers.items()

@@ -128,8 +128,8 @@ def test_every_tensor_is_bit_for_bit_what_transformers_makes_of_it(
 
 
 def tensors_of(hop: SpanModel) -> dict[str, Tensor]:
-    loaded = dict(hop._shell.state_dict())
-    for i, layer in enumerate(hop._layers):
+    loaded = dict(hop.shell.state_dict())
+    for i, layer in enumerate(hop.layers):
         prefix = f"{hop.outline.layers_path}.{i}."
         loaded |= {prefix + name: value for name, value in layer.state_dict().items()}
     return loaded

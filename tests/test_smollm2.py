@@ -323,7 +323,7 @@ def test_the_real_model_is_the_one_that_transformers_reads(tmp_path: Path) -> No
     state = theirs.state_dict()
     for span in (Span(0, 1), Span(14, 16), Span(29, 30)):
         hop = load_span(source, span, torch.float32)
-        for number, layer in zip(span, hop._layers, strict=True):
+        for number, layer in zip(span, hop.layers, strict=True):
             for name, value in layer.named_parameters():
                 assert torch.equal(value, state[f"model.layers.{number}.{name}"]), name
     tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
