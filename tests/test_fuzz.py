@@ -55,7 +55,7 @@ def test_every_message_comes_back_as_it_was_sent(message: Any) -> None:
 
 
 def test_every_kind_of_message_is_among_those() -> None:
-    drawn = {type(message) for message in values.examples(values.any_message, 400)}
+    drawn = {type(message) for message in values.examples(values.any_message, 1500)}
     assert drawn == set(REGISTERED.values())
 
 
