@@ -166,6 +166,16 @@ def test_what_transformers_model_cannot_do_is_refused(
     assert fact in refusal(changed(files["llama"], **change), UnsupportedModel)
 
 
+def test_a_thousand_layers_and_more_are_refused_even_where_the_file_has_them(
+    files: Mapping[str, Facts],
+) -> None:
+    """Each is built, in Python's time."""
+    small = files["llama"]
+    shapes = {**small.shapes, **{f"blk.{i}.attn_norm.weight": (64,) for i in range(1_025)}}
+    deep = changed(small, block_count=1_025)
+    assert "claims 1,025 layers" in refusal(Facts("x", deep.metadata, shapes, deep.values), BrokenModel)
+
+
 def test_layers_that_agree_may_say_so_each(files: Mapping[str, Facts]) -> None:
     config = load_gguf_config(changed(files["llama"], attention__head_count_kv=(2, 2, 2)))
     assert config.num_key_value_heads == 2

@@ -285,7 +285,23 @@ def test_texts_count_as_they_lie_in_memory() -> None:
 
 def test_the_most_tensors_of_all_take_less_than_64_mib() -> None:
     count = MAX_TENSORS // 16
-    listed = b"".join(tensor(b"model.layers.%06d.mlp.down_proj.weight" % n, (1,) * 4, 0, 32 * n) for n in range(count))
+    listed = b"".join(
+        tensor(b"model.layers.%06d.mlp.down_proj.weight" % n, (1,) * 4, 0, 32 * n) for n in range(count)
+    )
     whole = padded(start(tensors=count) + listed, 32 * count)
     assert len(read(whole).tensors) == count
     assert 16 * peak_bytes(whole) < 64 << 20
+
+
+def test_very_many_empty_strings_are_refused_before_they_are_stepped_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Eight bytes each: of a header's 100 MB they would take seconds."""
+    monkeypatch.setattr("peer.gguf_header.MAX_STRINGS", 100)
+    for count, refused in ((50, False), (51, True)):
+        array = struct.pack("<IQ", 8, count) + bytes(8 * count)
+        whole = start(keys=2) + pair(b"a", 9, array) + pair(b"b", 9, array)
+        if refused:
+            assert "the 51 strings of b are more than" in refusal(whole)
+        else:
+            assert read(whole).metadata["b"] == GgufArray(50, strings=True)
