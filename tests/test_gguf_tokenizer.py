@@ -12,6 +12,8 @@ import gguf
 import pytest
 import sentencepiece
 from tokenizers import AddedToken, Tokenizer
+from tokenizers.models import BPE
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
 from peer import gguf_tokenizer
@@ -311,6 +313,37 @@ def test_another_template_or_special_token_is_another_conversion(tmp_path: Path)
     other = resolve(tmp_path, "llama", lambda writer: write_vocabulary(writer, template="{{ messages }}"))
     assert other.bundle["chat_template.jinja"] == b"{{ messages }}"
     assert other.tokenizer_hash != before.tokenizer_hash
+
+
+def test_sampling_and_the_release_that_converts_are_part_of_what_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The former isn't in the vocabulary; a newer release may convert better."""
+    kept = tmp_path / "cache" / "tokenizers"
+
+    def warmer(writer: gguf.GGUFWriter) -> None:
+        write_vocabulary(writer)
+        writer.add_float32("general.sampling.temp", 0.5)
+
+    counts = []
+    for vocabulary, release in ((None, "5.24.0"), (warmer, "5.24.0"), (warmer, "5.24.1"), (warmer, "5.24.1")):
+        monkeypatch.setattr("importlib.metadata.version", lambda _, release=release: release)
+        resolve(tmp_path, "llama", vocabulary)
+        counts.append(sum(path.is_dir() for path in kept.iterdir()))
+    assert counts == [1, 2, 3, 3]
+
+
+@pytest.mark.parametrize("begins", [True, False])
+@pytest.mark.parametrize("before", [True, False])
+def test_whatever_a_converter_made_a_text_begins_as_it_should(begins: bool, before: bool) -> None:
+    tokenizer = Tokenizer(BPE({"<s>": 0, "a": 1, "b": 2}, []))
+    if before:
+        special = [("<s>", 0)]
+        tokenizer.post_processor = TemplateProcessing(
+            single="<s> $A", pair="<s> $A $B:1", special_tokens=special
+        )
+    gguf_tokenizer._begin_texts(tokenizer, 0, begins)
+    assert tokenizer.encode("ab").ids == ([0] if begins else []) + [1, 2]
 
 
 def test_no_vocabulary_is_said(tmp_path: Path) -> None:
