@@ -55,7 +55,8 @@ def _octets(bounds: dict[str, Any]) -> Strategy:
 
 
 def _text(bounds: dict[str, Any]) -> Strategy:
-    return st.text(st.characters(exclude_categories=["C", "Z"], include_characters=" "), max_size=min(bounds["most"], 40))
+    plain = st.characters(exclude_categories=["C", "Z"], include_characters=" ")
+    return st.text(plain, max_size=min(bounds["most"], 40))
 
 
 def _printable(bounds: dict[str, Any]) -> Strategy:
