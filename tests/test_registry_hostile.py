@@ -234,6 +234,20 @@ def test_one_neighbour_that_offers_without_end_doesnt_starve_the_others(
     assert len(came) > 0.9 * len(wanted), f"{len(came)} of {len(wanted)} came, asked {asked}"
 
 
+def test_two_neighbours_with_much_to_tell_are_asked_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(budget, "RESERVE", 50.0)
+    monkeypatch.setattr(budget, "PER_S", 50.0)
+    watched = Watched()
+    asked = {1: 0, 2: 0}
+    for key in asked:
+        watched.neighbour(key)
+        watched.core.receive(key, Offer((), tuple(bytes([key, n]) * 4 for n in range(200))), watched.now)
+    for _ in range(15):
+        for key, message in watched.turn(1.0):
+            asked[key] += len(message.full) if isinstance(message, Ask) else 0
+    assert min(asked.values()) > 0.25 * sum(asked.values()), asked
+
+
 # ---------------------------------------------------------------- addresses that are somebody else's
 
 

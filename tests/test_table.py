@@ -234,6 +234,17 @@ def test_the_proof_of_an_end_buries_every_older_head() -> None:
     assert newcomer.accept(told(seq=30), now=36.0) is Verdict.CHANGED
 
 
+def test_the_proof_of_an_end_buries_what_came_before_it_under_other_descriptors_too() -> None:
+    """Its owner changed its mind twice; the newcomer has the first descriptor, the proof names the third."""
+    newcomer = Table()
+    newcomer.accept(told(seq=10, beat=19), now=0.0)
+    newcomer.accept(dataclasses.replace(told(seq=30, beat=39, age_s=99.0), descriptor=None), now=1.0)
+    for older in (told(seq=10, beat=25), told(seq=20, beat=29), told(seq=30, beat=38)):
+        assert newcomer.accept(older, now=2.0) is Verdict.ENDED
+    assert newcomer.live(2.0) == ()
+    assert newcomer.accept(told(seq=40), now=3.0) is Verdict.CHANGED
+
+
 def test_a_leave_is_proof_of_an_end_too() -> None:
     remembers, newcomer = Table(), Table()
     remembers.accept(told(seq=10, beat=19), now=0.0)
