@@ -38,8 +38,14 @@ OWN: dict[str, tuple[str, dict[str, Any]]] = {
         {"head_dim": 16, "sliding_window": WINDOW, "num_local_experts": 4, "num_experts_per_tok": 2},
     ),
     "cohere2": ("cohere2", {"head_dim": 16, "sliding_window": WINDOW}),
+    "llama4": (  # chunks rather than windows
+        "llama4_text",
+        {"attention_chunk_size": WINDOW, "head_dim": 16, "num_local_experts": 4, "intermediate_size_mlp": 48}
+        | {"attn_temperature_tuning": True, "floor_scale": 8},
+    ),
 }
-WINDOWED = {"mistral": 6, "gemma2": 3, "gemma3": 5, "gpt-oss": 3, "cohere2": 5}  # of 6 layers, by their papers
+# of 6 layers, by their papers
+WINDOWED = {"mistral": 6, "gemma2": 3, "gemma3": 5, "gpt-oss": 3, "cohere2": 5, "llama4": 5}
 
 
 @functools.cache
@@ -161,6 +167,7 @@ def test_windows_are_found_in_every_way_that_a_config_says_them() -> None:
         "gemma3": [w, w, w, w, w, n],
         "gpt-oss": [w, n, w, n, w, n],
         "cohere2": [w, w, w, n, w, w],
+        "llama4": [w, w, w, n, w, w],
     }
 
 
