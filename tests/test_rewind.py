@@ -88,7 +88,7 @@ async def test_an_edited_answer_is_what_the_model_makes_of_the_edited_text(
     no, again = no[1:], again[1:]  # without what every text begins with
     async with tiny.client(swarm) as client:
         answer = client.stream(PROMPT, raw=True, max_tokens=220, temperature=0)
-        first = await read(answer, 40)
+        first = await read(answer, 12)
         positions = len(prompt) + 220
         for peer, layers, few in zip(swarm.peers.values(), (1, 1, 4), windows, strict=True):
             (run,) = swarm.call(lambda peer=peer: list(peer.server.runs))
@@ -96,17 +96,17 @@ async def test_an_edited_answer_is_what_the_model_makes_of_the_edited_text(
             assert swarm.call(lambda peer=peer, run=run: peer.pool.cache(run).nbytes) == kept * POSITION
             assert swarm.call(lambda peer=peer: peer.pool.ledger.used) == kept * POSITION + positions * 32 * 4
 
-        text = await answer.rewind(30, " no, wait:")
-        assert text == oracle.text(first[:30]) + " no, wait:"
-        second = await read(answer, 140)
-        await answer.rewind(3, " again!")
+        text = await answer.rewind(8, " no, wait:")
+        assert text == oracle.text(first[:8]) + " no, wait:"
+        second = await read(answer, 90)
+        await answer.rewind(3, " again!", max_tokens=40)
         done = await rest(answer)
     assert [have > 0 for have in resumed] == [False] * 3 + [True] * 3 + [few == 0 for few in windows]
-    ids = [*prompt, *first[:30], *no, *second]
+    ids = [*prompt, *first[:8], *no, *second]
     assert oracle.follows(ids, len(ids) - len(second))
     assert list(done.token_ids[: 3 + len(again)]) == first[:3] + again
     assert oracle.follows([*prompt, *done.token_ids], len(prompt) + 3 + len(again))
-    assert done.text == oracle.text(done.token_ids) and done.usage.completion_tokens == 220
+    assert done.text == oracle.text(done.token_ids) and done.usage.completion_tokens == 40
     assert done.repairs == () and [hop.name for hop in done.hops] == list(SPANS)
     await swarm.emptied()
 
@@ -135,18 +135,18 @@ async def test_a_complete_answer_is_rewound_on_a_new_chain(tiny: Tiny) -> None:
 async def test_a_rewound_answer_may_become_longer_than_its_peers_had_reserved(tiny: Tiny) -> None:
     prompt, more = tiny.oracle.chat_ids("Hello there."), tiny.oracle.raw_ids("more")[1:]
     async with tiny.client(chain="three") as client:
-        answer = client.stream("Hello there.", max_tokens=100)
+        answer = client.stream("Hello there.", max_tokens=80)
         first = await read(answer, 4)
-        await answer.rewind(2, "more", max_tokens=300)
+        await answer.rewind(2, "more", max_tokens=120)
         await read(answer, 1)
         reserved = tiny.swarm.call(
             lambda: [
                 run.core._reserved for name in "abc" for run in tiny.swarm.peers[name].server.runs.values()
             ]
         )
-        assert reserved == [len(prompt) + 300] * 3
+        assert reserved == [len(prompt) + 120] * 3
         done = await rest(answer)
-    assert list(done.token_ids) == first[:2] + more + tiny.oracle.greedy([*prompt, *first[:2], *more], 298 - len(more))
+    assert list(done.token_ids) == first[:2] + more + tiny.oracle.greedy([*prompt, *first[:2], *more], 118 - len(more))
     await tiny.swarm.emptied()
 
 
