@@ -6,6 +6,7 @@ What is right comes from transformers on the same files. The windowed models see
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,7 +19,7 @@ from swarm.driver import SessionDriver
 from swarm.errors import UsageError
 from swarm.messages import Resume
 from swarm.session import Send
-from tests.tiny_swarm import CONTEXT, Oracle, Tiny, write_model
+from tests.tiny_swarm import CONTEXT, WITHIN_S, Oracle, Tiny, write_model
 
 WINDOW, CHUNK = 8, 8
 KEPT = WINDOW + CREDIT + SPECULATION + CHUNK
@@ -129,6 +130,24 @@ async def test_a_complete_answer_is_rewound_on_a_new_chain(tiny: Tiny) -> None:
     assert list(edited.token_ids[10 + len(but) :]) == right
     assert edited.text.startswith(text) and edited.text == tiny.oracle.text(edited.token_ids)
     assert edited.usage.prompt_tokens == len(prompt)
+    await tiny.swarm.emptied()
+
+
+async def test_ids_that_arrived_and_were_not_read_are_void_after_a_rewind(tiny: Tiny) -> None:
+    prompt, but = tiny.oracle.chat_ids("Hello there."), tiny.oracle.raw_ids(" But")[1:]
+    async with tiny.client(chain="three") as client:
+        answer = client.stream("Hello there.", max_tokens=200)
+        first = await read(answer, 2)
+        assert answer._progress is not None
+        driver = answer._progress.driver
+        async with asyncio.timeout(WITHIN_S):
+            while not driver.arrived:
+                await driver.news()
+        await answer.rewind(1, " But", max_tokens=30)
+        done = await rest(answer)
+    right = tiny.oracle.greedy([*prompt, first[0], *but], 29 - len(but))
+    assert list(done.token_ids) == [first[0], *but, *right]
+    assert done.text == tiny.oracle.text(done.token_ids)
     await tiny.swarm.emptied()
 
 

@@ -84,8 +84,10 @@ class Session:
     at: int = 0
     caches: list[SessionCache] = field(default_factory=list)
 
+    reach: Reach = REACH
+
     def __post_init__(self) -> None:
-        self.caches = [hop.new_cache(150, reach=REACH) for hop in hops(self.family)]
+        self.caches = [hop.new_cache(150, reach=self.reach) for hop in hops(self.family)]
 
 
 def step(sessions: Sequence[Session], counts: Sequence[int]) -> list[torch.Tensor]:
@@ -130,6 +132,14 @@ def test_long_texts_of_many_sessions_are_exact_and_their_memory_is_bounded(famil
     per_position = kv.heads * (kv.key_dim + kv.value_dim) * 4
     held = sum(cache.nbytes for cache in sessions[0].caches)
     assert held == (WINDOWED[family] * KEPT + (LAYERS - WINDOWED[family]) * 150) * per_position
+
+
+@pytest.mark.parametrize("family", ["mistral", "gpt-oss", "llama4"])
+def test_prefill_chunks_longer_than_the_window_are_exact(family: str) -> None:
+    """Written in one piece: the first of them sees only its own keys, and not all of those."""
+    session = Session(family, text(8, 70), reach=Reach(rewind=3, chunk=20))
+    for count in (20, 20, 1, 20, 9):
+        check(session, step([session], [count])[0])
 
 
 @pytest.mark.parametrize("family", sorted(OWN))
