@@ -15,7 +15,7 @@ from swarm.addresses import parse_address
 from swarm.errors import StreamClosed
 from swarm.identity import Identity
 from swarm.link import Link
-from swarm.messages import Draining, HopRef, Open, Opened, RefusedMessage
+from swarm.messages import Draining, Extend, Extended, HopRef, Open, Opened, RefusedMessage
 from swarm.transport import Transport
 from tests.tiny_swarm import WITHIN_S, Background, TinySwarm, write_model
 
@@ -67,6 +67,21 @@ async def test_a_session_that_opens_anew_is_held_to_the_same_bounds(
             await stream.receive()
     assert caplog.records == []
     assert peers.held() == {"ada": 1}, "its lease runs on"
+    peers.evict("ada")
+
+
+async def test_a_session_grows_up_to_the_context_and_no_farther(peers: TinySwarm, link: Link) -> None:
+    stream = link.open_stream()
+    await stream.send(open_message(peers, 1, 3))
+    assert await stream.receive() == Opened(1)
+    context = peers.peers["ada"].plan.context
+    await stream.send(Extend(1, context))
+    assert await stream.receive() == Extended(1, context)
+    await stream.send(Extend(1, context + 1))
+    refused = await stream.receive()
+    assert isinstance(refused, RefusedMessage) and f"beyond the context of {context}" in refused.reason
+    (run,) = peers.call(lambda: list(peers.peers["ada"].server.runs))
+    assert peers.call(lambda: peers.peers["ada"].pool.ledger.reserved(run)) == context
     peers.evict("ada")
 
 

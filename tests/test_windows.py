@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,9 +16,10 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 from peer.attention import Row
 from peer.cache import KvPool, SessionCache
+from peer.engine import Engine, Job, JobResult
 from peer.families import Way
 from peer.kv import KvSizes, LayerKV, Reach, Rewinds
-from peer.model import PackedStep, SpanModel
+from peer.model import PackedStep, SpanModel, StepOutput
 from peer.outline import outline
 from peer.weights import load_span
 from routing.spans import Span
@@ -179,6 +181,37 @@ def test_windows_are_found_in_every_way_that_a_config_says_them() -> None:
         "cohere2": [w, w, w, n, w, w],
         "llama4": [w, w, w, n, w, w],
     }
+
+
+async def test_a_step_whose_windows_a_failed_pass_has_moved_on_is_not_run_again() -> None:
+    """Longer than a chunk: the pass wrote over what the step itself sees first. Its neighbour has all it needs."""
+    checkpoint = MemoryCheckpoint(uncut("mistral"))
+    model = load_span(checkpoint, Span(0, LAYERS), torch.float32)
+    checkpoint.close()
+    plain, calls = model.forward, list[int]()
+
+    def failing(step: PackedStep) -> StepOutput:
+        calls.append(len(step.rows))
+        made = plain(step)
+        if len(step.rows) > 1:
+            raise RuntimeError("out of memory after the last layer")
+        return made
+
+    model.forward = failing  # type: ignore[method-assign]
+    ids = text(1, 40)
+    engine, long, short = Engine(model), *(model.new_cache(60, reach=REACH) for _ in range(2))
+    for cache in (long, short):
+        for at in range(0, 20, 4):
+            cache.begin(at, 4)
+            plain(PackedStep(model.span, [Row(cache, at, 4)], ids=torch.tensor(ids[at : at + 4])))
+            cache.finish(at + 4)
+    jobs = [Job(long, model.span, 20, ids=ids[20:40]), Job(short, model.span, 20, ids=ids[20:22])]
+    futures = [engine.submit(job) for job in jobs]
+    engine.start()
+    failed, good = await asyncio.gather(*futures, return_exceptions=True)
+    await engine.stop()
+    assert isinstance(failed, CannotRewind) and failed.position == 20
+    assert isinstance(good, JobResult) and calls == [2, 1]
 
 
 # ---------------------------------------------------------------- the store alone
