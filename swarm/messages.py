@@ -86,12 +86,18 @@ def printable(value: str) -> str:
     return value if value.isprintable() else "".join(c if c.isprintable() else "\ufffd" for c in value)
 
 
-def text(most: int = MAX_TEXT) -> Codec:
+def exact_text(most: int) -> Codec:
     def read(value: Wire) -> str:
         _check(isinstance(value, str) and len(value) <= most, f"text of at most {most} characters", value)
-        return printable(value)
+        return str(value)
 
     return Codec(lambda value: value[:most], read)
+
+
+def text(most: int = MAX_TEXT) -> Codec:
+    """What is said to people: printable, whatever came."""
+    exact = exact_text(most)
+    return Codec(exact.write, lambda value: printable(exact.read(value)))
 
 
 def octets(least: int, most: int) -> Codec:

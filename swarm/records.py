@@ -48,7 +48,7 @@ COORDINATES = "x"  # key of a heartbeat that nothing reads yet: five brief figur
 
 
 def _printable(most: int) -> Codec:
-    plain = messages.text(most)
+    plain = messages.exact_text(most)
 
     def read(value: Any) -> str:
         found = str(plain.read(value))
