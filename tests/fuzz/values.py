@@ -54,9 +54,14 @@ def _octets(bounds: dict[str, Any]) -> Strategy:
     return st.binary(min_size=bounds["least"], max_size=min(bounds["most"], bounds["least"] + 40))
 
 
+def _exact_text(bounds: dict[str, Any]) -> Strategy:
+    return st.text(st.characters(exclude_categories=["Cs"]), max_size=min(bounds["most"], 40))
+
+
 def _text(bounds: dict[str, Any]) -> Strategy:
+    """What is said to people comes back as it was only if it is printable."""
     plain = st.characters(exclude_categories=["C", "Z"], include_characters=" ")
-    return st.text(plain, max_size=min(bounds["most"], 40))
+    return st.text(plain, max_size=min(closed_over(bounds["exact"])["most"], 40))
 
 
 def _printable(bounds: dict[str, Any]) -> Strategy:
@@ -100,6 +105,7 @@ _STRATEGIES: dict[str, Callable[[dict[str, Any]], Strategy]] = {
     "number": lambda bounds: st.floats(bounds["low"], bounds["high"]),
     "text": _text,
     "_printable": _printable,
+    "exact_text": _exact_text,
     "octets": _octets,
     "list_of": _list,
     "packed": _packed,
