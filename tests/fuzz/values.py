@@ -59,9 +59,13 @@ def _exact_text(bounds: dict[str, Any]) -> Strategy:
 
 
 def _text(bounds: dict[str, Any]) -> Strategy:
+    return _shown(closed_over(bounds["exact"])["most"])
+
+
+def _shown(most: int) -> Strategy:
     """What is said to people comes back as it was only if it is printable."""
     plain = st.characters(exclude_categories=["C", "Z"], include_characters=" ")
-    return st.text(plain, max_size=min(closed_over(bounds["exact"])["most"], 40))
+    return st.text(plain, max_size=min(most, 40))
 
 
 def _printable(bounds: dict[str, Any]) -> Strategy:
@@ -90,7 +94,7 @@ def _told(_: dict[str, Any]) -> Strategy:
 
 
 def _model(_: dict[str, Any]) -> Strategy:
-    names = st.lists(_text({"most": 40}), min_size=1, max_size=MAX_NAMES_TOLD).map(tuple)
+    names = st.lists(_shown(40), min_size=1, max_size=MAX_NAMES_TOLD).map(tuple)
     return st.builds(ModelSeen, st.binary(min_size=32, max_size=32), names, st.integers(0, 1 << 20))
 
 
