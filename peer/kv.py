@@ -20,7 +20,7 @@ from functools import cached_property
 from routing.spans import Span
 from swarm.session import SessionConfig
 
-CHUNK = 256  # positions of a prefill step; larger is faster on a GPU, smaller lets other sessions in sooner
+CHUNK = SessionConfig.chunk  # of a prefill step; larger is faster on a GPU, smaller lets other sessions in sooner
 CREDIT = SessionConfig.credit_window  # the swarm is so far ahead of a client that repairs, and is taken back by it
 SPECULATION = 16  # drafted positions that turn out wrong; drafts pay off up to about a dozen
 

@@ -21,7 +21,7 @@ from swarm.identity import PeerId
 from swarm.node import Node
 from swarm.state import StateDir
 from swarm.transport import Link, Transport
-from tests.sim.registries import descriptor, serving
+from tests.sim.records import descriptor, serving
 
 PACED = {
     circle: ("CHECK_S", "RETRY_S", "RETRY_ALONE_S", "ROTATE_S", "HEAL_S", "FIRST_HEAL_S"),

@@ -12,7 +12,7 @@ from swarm.errors import AmbiguousModel, NoRoute, UnknownModel
 from swarm.identity import PeerId
 from swarm.records import Descriptor, Heartbeat
 from swarm.registry import PeerEntry
-from tests.sim.registries import descriptor
+from tests.sim.records import descriptor
 
 SPEED = Speed(step_s=0.001, layer_s=0.002, embed_s=0.003, head_s=0.005, prefill_layer_s=0.0001)
 A, B = b"\xaa" * 32, b"\xbb" * 32

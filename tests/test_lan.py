@@ -18,7 +18,7 @@ from swarm.lan import SERVICE, Announced, Found, Lan, lan_wanted
 from swarm.node import Node
 from swarm.state import StateDir
 from swarm.transport import Transport
-from tests.sim.registries import descriptor, serving
+from tests.sim.records import descriptor, serving
 
 LOOPBACK = ["127.0.0.1"]
 WITHIN_S = 30.0  # far more than needed on a busy machine; only a hang reaches it

@@ -25,7 +25,7 @@ from swarm.node import Node
 from swarm.records import Heartbeat, record_hash, sign_record
 from swarm.state import PeerDir, StateDir
 from swarm.transport import Transport
-from tests.sim.registries import FINGERPRINT, descriptor, serving
+from tests.sim.records import FINGERPRINT, descriptor, serving
 
 WITHIN_S = 30.0  # far more than needed on a busy machine; only a hang reaches it
 

@@ -19,7 +19,8 @@ from swarm.messages import Ask, Delta, Digest, GossipHello, Offer, Subscribe, To
 from swarm.owner import heartbeat_interval_s
 from swarm.records import open_record
 from swarm.registry import Kind, Registry
-from tests.sim.registries import World, descriptor, serving
+from tests.sim.records import descriptor, serving
+from tests.sim.registries import World
 from tests.told import ALICE, LEASE_S, told
 
 # ---------------------------------------------------------------- heartbeats

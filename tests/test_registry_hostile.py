@@ -13,7 +13,8 @@ from swarm.identity import Identity, PeerId
 from swarm.messages import Ask, Delta, Message, Offer, Told
 from swarm.records import Record, check_signature
 from swarm.registry import Kind, Reach, Registry
-from tests.sim.registries import World, descriptor, serving
+from tests.sim.records import descriptor, serving
+from tests.sim.registries import World
 from tests.told import ALICE, LEASE_S, told
 
 INTERVAL_S = 5.0

@@ -9,7 +9,8 @@ from swarm.listing import MAX_LIST_BYTES, list_models, merged
 from swarm.messages import Delta, GossipHello, Message, ModelSeen, Subscribe
 from swarm.records import read_record
 from swarm.table import Table
-from tests.sim.registries import FINGERPRINT, World, size, through_the_wire
+from tests.sim.records import FINGERPRINT
+from tests.sim.registries import World, size, through_the_wire
 from tests.test_registry_hostile import somebody
 from tests.told import told
 

@@ -13,7 +13,7 @@ from swarm.identity import Identity
 from swarm.messages import Told
 from swarm.records import MAX_LEASE_S, SIGNATURE_BYTES, open_descriptor, record_hash, sign_record
 from swarm.table import Table, Verdict
-from tests.sim.registries import FINGERPRINT
+from tests.sim.records import FINGERPRINT
 from tests.told import ALICE, LEASE_S, a_descriptor, a_heartbeat, left, told
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from swarm.identity import Identity
 from swarm.messages import Told
 from swarm.records import Descriptor, Heartbeat, Leave, record_hash, sign_record
-from tests.sim.registries import descriptor
+from tests.sim.records import descriptor
 
 LEASE_S = 15.0  # protocol.md: three heartbeats of 5 s in a small swarm
 ALICE = Identity.from_seed(b"a" * 32)

@@ -9,7 +9,6 @@ event; nothing here reads a clock or the global random state.
 
 from __future__ import annotations
 
-import dataclasses
 import heapq
 import itertools
 import random
@@ -18,46 +17,14 @@ from dataclasses import dataclass, field
 
 import msgpack
 
-from routing.spans import Span, Speed
 from swarm.errors import MessageError
 from swarm.identity import Identity, PeerId
 from swarm.messages import Message, decode, encode
-from swarm.records import Descriptor, Load, Record, check_signature
+from swarm.records import Record, check_signature
 from swarm.registry import Action, Drop, Kind, Reach, ReachAddress, Registry, SecondInstance
+from tests.sim.records import descriptor, serving
 
 MESSAGE_LIMIT = 16 * 1024  # protocol.md
-FINGERPRINT = b"f" * 32
-
-
-def descriptor(**changes: object) -> Descriptor:
-    """A plausible one; `peer` and `seq` are filled in when it is published."""
-    values: dict[str, object] = {
-        "peer": Identity.from_seed(b"\0" * 32).peer_id,
-        "seq": 0,
-        "addresses": ("192.0.2.1:7070",),
-        "fingerprint": FINGERPRINT,
-        "model": "smollm2-135m",
-        "layers": 30,
-        "width": 576,
-        "vocab": 49152,
-        "context": 2048,
-        "span": Span(0, 12),
-        "numerics": "cpu/float32/none/-",
-        "kv_tokens": 4096,
-        "tokenizer_hash": b"t" * 32,
-        "name": "laptop",
-        "device": "CPU",
-        "release": "0.1.0",
-        "features": (),
-    }
-    return Descriptor(**(values | changes))  # type: ignore[arg-type]
-
-
-def serving(**changes: object) -> Load:
-    return dataclasses.replace(
-        Load("serving", 0, 4096, 0.0, Speed(0.001, 0.002, 0.0, 0.001, 0.0005), 20.0),
-        **changes,  # type: ignore[arg-type]
-    )
 
 
 def through_the_wire(message: Message) -> Message:
