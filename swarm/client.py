@@ -49,6 +49,7 @@ MAX_FILES_BYTES = sum(MAX_FILE_BYTES.values()) + (1 << 20)  # each at its own li
 MOST_ASKED_FOR_FILES = 8  # peers that are asked for the tokenizer, one after the other; all but the dead have it
 MOST_CODECS = 8           # tokenizers kept, each with a template worker; the oldest goes first
 SESSION_ID_BYTES = 16
+PREFILL_CHUNK = SessionConfig.chunk  # what a peer runs per prefill step unless told otherwise; only for estimates
 CLOSED = "this client is closed; make a new one"
 
 
@@ -310,7 +311,7 @@ class AsyncClient:
                 descriptors[peer], names[peer] = entry.descriptor_bytes, entry.descriptor.name
             if not numerics:
                 numerics.append(entries[PeerId(route.hops[0].peer)].descriptor.numerics)
-            return make_plan(route, model, dict(descriptors), SessionConfig.chunk)
+            return make_plan(route, model, dict(descriptors), PREFILL_CHUNK)
 
         return plan
 
