@@ -179,13 +179,33 @@ class Transport:
                 in_a_row = 0
                 await asyncio.sleep(ACCEPT_PAUSE_S)
             try:
-                sock, address = await self.loop.sock_accept(listening)
+                sock, address = await self._next(listening)
             except OSError as error:
                 if error.errno in OUT_OF_DESCRIPTORS:
                     self._out_of_descriptors(error)
                     await asyncio.sleep(NO_DESCRIPTOR_PAUSE_S)
                 continue  # else it was gone before we took it
             self._arrived(_Caller(sock, str(address[0]), monotonic()))
+
+    async def _next(self, listening: socket.socket) -> tuple[socket.socket, Any]:
+        """Accept by ourselves once there is somebody: `sock_accept`, cancelled when it has just accepted one,
+        leaves that socket open with nobody."""
+        while True:
+            try:
+                sock, address = listening.accept()
+            except BlockingIOError:
+                ready = self.loop.create_future()
+                try:
+                    self.loop.add_reader(listening, _set, ready)
+                except NotImplementedError:  # Windows' own loop
+                    return await self.loop.sock_accept(listening)
+                try:
+                    await ready
+                finally:
+                    self.loop.remove_reader(listening)
+            else:
+                sock.setblocking(False)
+                return sock, address
 
     def _arrived(self, caller: _Caller) -> None:
         for dropped in self._door.knock(caller, caller.host, monotonic()):
@@ -502,6 +522,11 @@ class Transport:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+
+def _set(ready: asyncio.Future[None]) -> None:
+    if not ready.done():
+        ready.set_result(None)
 
 
 class _Caller:

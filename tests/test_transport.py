@@ -687,3 +687,25 @@ async def test_it_runs_on_uvloop_too() -> None:
         await server.close()
 
     await asyncio.to_thread(lambda: uvloop.run(talk()))
+
+
+@pytest.mark.parametrize("turns", range(6))
+async def test_whoever_connects_as_a_transport_closes_is_taken_or_left_never_lost(turns: int) -> None:
+    """A socket between the two would stay open with nobody, and its other side would wait for ever."""
+    made = Transport(LOW)
+    await made.listen("127.0.0.1", 0)
+    (listening,) = made._listening
+    for task in tuple(made._tasks):  # its own acceptor would be quicker
+        task.cancel()
+    await asyncio.gather(*made._tasks, return_exceptions=True)
+    taking = asyncio.create_task(made._next(listening))
+    await asyncio.sleep(0)
+    with socket.create_connection(listening.getsockname()):
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        taking.cancel()
+        (taken,) = await asyncio.gather(taking, return_exceptions=True)
+        if isinstance(taken, asyncio.CancelledError):
+            taken = listening.accept()  # raises BlockingIOError if it is in nobody's hands
+        taken[0].close()
+    await made.close()
