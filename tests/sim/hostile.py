@@ -48,7 +48,8 @@ FLOOD_AT_ONCE = 20  # 16 KiB
 FLOOD_ADDRESS = "93.184.216"  # one /24, and public: what documentation uses is exempt from the limits
 ATTACKS = (
     "forge", "flip_a_bit", "replay", "age_falsely", "come_from_the_future", "send_too_much", "contradict",
-    "mix", "say_goodbye_for_others", "send_rubbish", "break_manners", "ask_without_end", "take_nothing", "crowd",
+    "mix", "say_goodbye_for_others", "send_rubbish", "break_manners", "ask_without_end",
+    "offer_without_end", "take_nothing", "crowd",
 )  # fmt: skip
 
 
@@ -205,11 +206,16 @@ class Hostile:
         end.send_bytes(len(data).to_bytes(2, "big") + data)
 
     def _contradict(self, end: End) -> None:
-        """Two descriptors of one number, to two peers."""
-        self._seq += 2
-        one, other = (self._own(seq=self._seq, name=name, lease_s=MAX_LEASE_S) for name in ("one", "other"))
+        """Two descriptors of one number, to two peers, and nothing newer of that identity ever."""
+        somebody = self.world.notary.identity(f"{self.host.name} two-faced {self.counts['contradict']}")
+        self.world.hostile.add(somebody.peer_id)
+        seq = self._seq
+        one, other = (
+            self._own(somebody, seq=seq, name=name, lease_s=MAX_LEASE_S) for name in ("one", "other")
+        )
+        others = [there for there in self._ends if there.peer is not end.peer]
         self._tell(end, Told(one[0], 0.0, one[1]))
-        self._tell(self._rng.choice(self._ends), Told(other[0], 0.0, other[1]))
+        self._tell(self._rng.choice(others or [end]), Told(other[0], 0.0, other[1]))
 
     def _mix(self, end: End) -> None:
         """A heartbeat with a descriptor that isn't its own, or unsigned, or newer than itself."""
@@ -242,13 +248,15 @@ class Hostile:
         end.send(self._rng.choice([GossipHello(True), Subscribe(), Digest((bytes(8),)), Digest(())]))
 
     def _ask_without_end(self, end: End) -> None:
-        """And offer what doesn't exist, and differ everywhere."""
+        """And differ everywhere."""
         rng = self._rng
         ids = tuple(rng.randbytes(8) for _ in range(900))
         for _ in range(6):
-            end.send(
-                rng.choice([Ask(ids, ()), Offer(ids, ()), Offer((), ids), Digest((rng.randbytes(8),) * 512)])
-            )
+            end.send(rng.choice([Ask(ids, ()), Ask((), ids), Digest((rng.randbytes(8),) * 512)]))
+
+    def _offer_without_end(self, end: End) -> None:
+        for _ in range(10):
+            end.send(Offer(tuple(self._rng.randbytes(8) for _ in range(900)), ()))
 
     def _take_nothing(self, end: End) -> None:
         """Ask for what is there until the stream is full, and then for more and more."""

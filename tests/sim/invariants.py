@@ -277,6 +277,13 @@ class Invariants:
                 if data != entry.descriptor_bytes:
                     raise Violation(f"{here.name} and {name} hold other records of {self._name(entry.peer)}")
 
+    def check_one_stream_a_pair(self, among: Iterable[Participant]) -> None:
+        for here in among:
+            kept = Counter(one.peer for one in here.registry.neighbours if one.kind is not Kind.SUBSCRIBER)
+            for peer, streams in kept.items():
+                if streams > 1:
+                    raise Violation(f"{here.name} keeps {streams} streams with {self._name(peer)}")
+
     def _memory(self, here: Participant) -> _Memory:
         if here not in self._of:
             self._of[here] = _Memory()

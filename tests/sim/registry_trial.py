@@ -33,6 +33,7 @@ JOINING_S = 30.0  # until everybody must have joined, in good weather
 CALM_S = 60.0  # issue 5: a healed partition is equal again within this
 TURN_S = 0.005  # an event loop's turn answers whatever has come by then
 LARGE_EVERY = 20  # each twentieth seed is a swarm of 25 to 60 peers, the others have 10 to 16
+LEAVE_S = 3.0  # until nobody lists a peer that said goodbye, in good weather
 ED25519_EVERY = 4  # each fourth seed signs with real keys, the others with keyed hashes
 
 
@@ -115,6 +116,7 @@ class Trial:
             self._storm()
             agreed_s = self._calm()
             self._hold()
+            self._say_goodbye()
         return Outcome(
             trace=self.world.network.trace(),
             peers=self.setting.peers,
@@ -176,6 +178,19 @@ class Trial:
         if not self._agreed(exactly=True):
             raise AssertionError(f"no agreement any more: {self._differences()}")
         world.invariants.check_equal(world.there.values())
+        world.invariants.check_one_stream_a_pair(world.there.values())
+
+    def _say_goodbye(self) -> None:
+        """In good weather a leave is known to everybody at once."""
+        here = self._somebody()
+        if here is None:
+            return
+        self.world.invariants.expected = None
+        here.leave()
+        self.world.run(0.2)
+        self._vanish(here)
+        if not self.world.run(LEAVE_S, until=lambda: self._agreed(exactly=True)):
+            raise AssertionError(f"{here.name} left {LEAVE_S:g} s ago: {self._differences()}")
 
     # ------------------------------------------------------------ who should list whom
 
