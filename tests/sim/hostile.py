@@ -34,13 +34,14 @@ from swarm.records import (
     record_hash,
     sign_record,
 )
-from tests.sim.network import End, Host
+from tests.sim.network import WINDOW, End, Host
 from tests.sim.records import descriptor
 
 if TYPE_CHECKING:
     from swarm.identity import Identity
     from tests.sim.registry_world import RegistryWorld
 
+ASK_EVERY_S = 0.02  # so that each question gets an answer of its own
 KEPT = 400  # records of others, to be used against them
 STREAMS = 3  # to honest peers, usually
 FLOOD = 1000  # identities
@@ -260,12 +261,15 @@ class Hostile:
 
     def _take_nothing(self, end: End) -> None:
         """Ask for what is there until the stream is full, and then for more and more."""
+        if not self._stolen:
+            return
         end.reading = False
-        known = [head_id(told.head) for told in self._stolen]
-        for at in range(len(known)):
-            end.send(Ask((known[at],), ()))
-        for _ in range(6):
-            end.send(Ask(tuple(self._rng.randbytes(8) for _ in range(900)), ()))
+        network, known = self.host.network, head_id(self._stolen[-1].head)
+        for n in range(WINDOW + 8):
+            network.at(network.now + ASK_EVERY_S * n, end.send, Ask((known,), ()))
+        for n in range(6):
+            ids = tuple(self._rng.randbytes(8) for _ in range(900))
+            network.at(network.now + ASK_EVERY_S * (WINDOW + 8 + n), end.send, Ask(ids, ()))
 
     def _crowd(self, end: End) -> None:
         """Many streams at once to one peer."""
