@@ -19,9 +19,9 @@ from routing.spans import Hop, Offer, Route, Span
 from swarm.clocks import clock_errors
 from swarm.errors import AmbiguousModel, NoRoute, UnknownModel
 from swarm.identity import PeerId
+from swarm.plans import Plan
 from swarm.records import Descriptor
 from swarm.registry import PeerEntry
-from swarm.session import Plan
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,8 +34,9 @@ from swarm.lan import Lan, lan_wanted
 from swarm.messages import Files, GetFiles, ModelSeen
 from swarm.node import Node
 from swarm.options import Options, Wanted, seeds_of
+from swarm.plans import Plan, PlanRequest, Timings
 from swarm.registry import PeerEntry
-from swarm.session import Plan, PlanRequest, Session, SessionConfig, Timings
+from swarm.session import Session, SessionConfig
 from swarm.state import StateDir
 from swarm.tokenizer import MAX_FILE_BYTES, EncodedPrompt, Prompt, TextCodec, bundle_hash
 from swarm.transport import Transport

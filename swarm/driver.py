@@ -14,22 +14,13 @@ from collections.abc import Callable
 from typing import Any
 
 from routing.spans import Hop
+from swarm.effects import Ended, Failed, Grew, HopKey, Release, Repaired, RepairStarted, Send
 from swarm.errors import PeerFailed, SwarmError
 from swarm.link import Stream
 from swarm.messages import Message
 from swarm.node import Node
 from swarm.race import race
-from swarm.session import (
-    Ended,
-    Failed,
-    Grew,
-    HopKey,
-    Release,
-    Repaired,
-    RepairStarted,
-    Send,
-    Session,
-)
+from swarm.session import Session
 
 log = logging.getLogger("swarm.driver")
 

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 from routing.spans import Hop
 from swarm.driver import SessionDriver
+from swarm.effects import Grew, Repaired, RepairStarted
 from swarm.errors import GenerationFailed, SwarmError, UsageError
 from swarm.identity import PeerId
 from swarm.messages import NOTHING_SPENT, Likelihoods
-from swarm.session import Grew, Repaired, RepairStarted
 from swarm.tokenizer import TextCodec
 
 

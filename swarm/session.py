@@ -35,12 +35,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, Protocol
 
-from routing.spans import Hop, Route
+from routing.spans import Hop
+from swarm.effects import Effect, Ended, Failed, Grew, HopKey, Release, Repaired, RepairStarted, Send
 from swarm.errors import (
     GenerationFailed,
     LinkFailed,
@@ -52,7 +52,9 @@ from swarm.errors import (
     SwarmError,
     UsageError,
 )
+from swarm.exclusions import Exclusions
 from swarm.identity import PeerId
+from swarm.inquiry import Blame, Inquiry, Verdict, verdict
 from swarm.messages import (
     Close,
     Credit,
@@ -71,7 +73,6 @@ from swarm.messages import (
     Renew,
     Resume,
     Sampling,
-    Spent,
     Tokens,
     Unknown,
     Unsupported,
@@ -80,11 +81,10 @@ from swarm.messages import (
     Working,
     bias_tensors,
 )
+from swarm.plans import Plan, Planner, PlanRequest, Timings
 from swarm.tensors import ids_tensor, read_ids
 
 WORKING_STRETCH = 5  # a hop that says it still computes extends a deadline at most so many times
-SAMPLES_FOR_P99 = 20  # before that the plan's estimate counts (protocol.md)
-SAMPLES_KEPT = 100  # a p99 needs about as many; older ones describe another load
 MOST_SLACK = 8.0  # if the only peer for a span is merely slow, a later try of a repair waits longer
 ASK_AGAIN_S = 1.0  # a verdict needs two equal answers this far apart
 REFUSALS_IN_A_REPAIR = 3  # then everything is closed, or two clients wait for each other's room for ever
@@ -134,112 +134,10 @@ class SessionConfig:
     no_route_patience_s: float = 30.0
 
 
-class HopKey(NamedTuple):
-    """One hop's state at one peer, and the stream to it."""
-
-    peer: PeerId
-    start: int
-
-
 class Chance(Protocol):
     """The part of random.Random that is used."""
 
     def random(self) -> float: ...
-
-
-@dataclass(frozen=True, slots=True)
-class PlanRequest:
-    """kept: hops that hold this session's KV; a plan that uses them recomputes nothing there.
-    fresh: nothing is held and no chain ran before. positions: that every hop has to hold."""
-
-    kept: tuple[Hop, ...]
-    excluded_peers: frozenset[PeerId]
-    excluded_links: frozenset[tuple[PeerId, PeerId]]
-    fresh: bool
-    positions: int
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """descriptors: the signed bytes of at least the route's peers. step_s, chunk_s: expected seconds,
-    queues included, of a decode step (None: what the route says) and of a whole prefill chunk on the
-    whole chain. open_s: of an answer to Open, connecting included."""
-
-    route: Route
-    descriptors: Mapping[PeerId, bytes]
-    step_s: float | None = None
-    chunk_s: float = 1.0
-    open_s: float = 0.5
-
-
-Planner = Callable[[PlanRequest], Plan]
-
-
-# ------------------------------------------------------------------------------ effects
-
-
-@dataclass(frozen=True, slots=True)
-class Send:
-    key: HopKey
-    message: Message
-
-
-@dataclass(frozen=True, slots=True)
-class Release:
-    """The stream to this hop may be closed after what was sent. A later `Send` opens a new one."""
-
-    key: HopKey
-
-
-@dataclass(frozen=True, slots=True)
-class Grew:
-    """New ids at `first_position`. finish: they are the last. spent: on their round, as the hops say."""
-
-    ids: tuple[int, ...]
-    first_position: int
-    finish: str | None
-    spent: Spent
-    likelihoods: tuple[Likelihoods, ...] = ()  # one for each id, if they were asked for
-
-
-@dataclass(frozen=True, slots=True)
-class RepairStarted:
-    """A new chain is planned. at_token: ids known then, the prompt's included."""
-
-    reason: str
-    lost: tuple[PeerId, ...]
-    hops_before: tuple[Hop, ...]
-    hops_after: tuple[Hop, ...]
-    at_token: int
-
-
-@dataclass(frozen=True, slots=True)
-class Repaired:
-    """The first new token after trouble. stalled_s: since it was owed, so what nobody noticed for a
-    while counts too. epochs: tries."""
-
-    reason: str
-    lost: tuple[PeerId, ...]
-    hops_before: tuple[Hop, ...]
-    hops_after: tuple[Hop, ...]
-    at_token: int
-    stalled_s: float
-    epochs: int
-
-
-@dataclass(frozen=True, slots=True)
-class Failed:
-    error: SwarmError
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """The last effect. finish: "stop", "length", "cancelled" or "failed"."""
-
-    finish: str
-
-
-Effect = Send | Release | Grew | RepairStarted | Repaired | Failed | Ended
 
 
 class Phase(Enum):
@@ -268,23 +166,6 @@ OVER = {Phase.DONE, Phase.FAILED, Phase.CANCELLED}
 
 
 # ------------------------------------------------------------------------------ parts of the state
-
-
-class Timings:
-    """How long each kind of step took lately; may be shared by a client's sessions."""
-
-    def __init__(self) -> None:
-        self._seen: dict[str, deque[float]] = {}
-
-    def saw(self, kind: str, seconds: float) -> None:
-        self._seen.setdefault(kind, deque(maxlen=SAMPLES_KEPT)).append(seconds)
-
-    def p99(self, kind: str, estimate: float) -> float:
-        """In seconds; the estimate until enough were seen."""
-        seen = self._seen.get(kind, ())
-        if len(seen) < SAMPLES_FOR_P99:
-            return estimate
-        return sorted(seen)[min(len(seen) - 1, int(len(seen) * 0.99))]
 
 
 @dataclass
@@ -320,17 +201,6 @@ class _Repair:
     slack: float = 1.0  # grows when slowness was mistaken for death
     no_route_since: float | None = None
     last_error: SwarmError | None = None
-
-
-@dataclass
-class _Inquiry:
-    """Something is overdue and every hop was asked where it is. ask: number of the first `Where`."""
-
-    ask: int
-    next_at: float
-    first: dict[HopKey, WhereIs] = field(default_factory=dict)
-    second: dict[HopKey, WhereIs] = field(default_factory=dict)
-    again: bool = False  # the second `Where` is out
 
 
 class Session:
@@ -374,15 +244,11 @@ class Session:
         self._wake_at: float | None = None
         self._renew_at: float | None = None
         self._asks = 0
-        self._inquiry: _Inquiry | None = None
+        self._inquiry: Inquiry | None = None
         self._figures: dict[HopKey, int] = {}  # what `Working` last said
         # trouble
         self._repair: _Repair | None = None
-        self._failed_peers: dict[PeerId, float] = {}  # until when
-        self._avoided: dict[PeerId, float] = {}
-        self._bad_links: dict[tuple[PeerId, PeerId], float] = {}
-        self._link_faults: dict[tuple[PeerId, PeerId], float] = {}  # failed once, at
-        self._stream_faults: dict[PeerId, float] = {}
+        self._excluded = Exclusions(config.exclusion_s)
         self._rejected_by: set[PeerId] = set()
         self._accused_by: dict[PeerId, set[PeerId]] = {}  # hops that say others sent them nonsense, and whom
         self._lost_offline: dict[HopKey, tuple[str, bool]] = {}
@@ -499,9 +365,8 @@ class Session:
         if not self._online:
             self._wait(None, now)
             return
-        self._forget_old(now)
-        bad = frozenset(self._failed_peers) | frozenset(self._avoided)
-        links = frozenset(self._bad_links)
+        self._excluded.forget_expired(now)
+        bad, links = self._excluded.bad_peers(), self._excluded.bad_links()
         try:
             self._begin(self._plan(self._request(bad, links)), now)
             return
@@ -526,9 +391,7 @@ class Session:
 
     def _no_route(self, error: NoRoute, now: float) -> None:
         """A gap that opened on the way may close again: the registry learns, peers come back."""
-        repair = self._repair
-        if repair is None:
-            repair = self._repair = self._new_repair(str(error), now)
+        repair = self._repairing(str(error), now)
         repair.last_error = error
         if repair.no_route_since is None:
             repair.no_route_since = now
@@ -547,13 +410,6 @@ class Session:
         self._enter(Phase.WAITING)
         self._overdue_at = self._inquiry = None
         self._wake_at = None if pause_s is None else now + pause_s
-
-    def _forget_old(self, now: float) -> None:
-        for table in (self._failed_peers, self._avoided):
-            for peer in [peer for peer, until in table.items() if until <= now]:
-                del table[peer]
-        for pair in [pair for pair, until in self._bad_links.items() if until <= now]:
-            del self._bad_links[pair]
 
     # ------------------------------------------------------------------------ starting an epoch
 
@@ -729,8 +585,7 @@ class Session:
         try:
             ids, likelihoods = self._drawn(message)
         except MessageError as error:
-            self._blame(key.peer, str(error), now)
-            self._trouble(PeerFailed(key.peer, str(error)), now)
+            self._peer_fault(key.peer, str(error), now)
             return
         ids, likelihoods = ids[new], likelihoods[new]
         if not ids:
@@ -824,7 +679,7 @@ class Session:
     def _start_inquiry(self, now: float) -> None:
         if self.phase in (Phase.RESUMING, Phase.RUNNING):
             self._send_credit()  # perhaps only the token was lost
-        self._inquiry = _Inquiry(self._asks + 1, now + ASK_AGAIN_S)
+        self._inquiry = Inquiry(self._keys, self._asks + 1, now + ASK_AGAIN_S)
         self._ask()
 
     def _ask(self) -> None:
@@ -833,17 +688,10 @@ class Session:
             self._send(key, Where(self._epoch, self._asks))
 
     def _where_is(self, key: HopKey, message: WhereIs, now: float) -> None:
-        inquiry = self._inquiry
-        if inquiry is None or key not in self._keys:
-            return
-        if message.ask == inquiry.ask:
-            inquiry.first[key] = message
-        elif message.ask == inquiry.ask + 1:
-            inquiry.second[key] = message
-            if len(inquiry.second) == len(self._keys):
-                self._judge(inquiry, now)
+        if self._inquiry is not None and self._inquiry.hear(key, message):
+            self._judge(self._inquiry, now)
 
-    def _continue_inquiry(self, inquiry: _Inquiry, now: float) -> None:
+    def _continue_inquiry(self, inquiry: Inquiry, now: float) -> None:
         if inquiry.again:
             self._judge(inquiry, now)
         else:
@@ -851,85 +699,58 @@ class Session:
             inquiry.next_at = now + self._config.where_patience_s
             self._ask()
 
-    def _judge(self, inquiry: _Inquiry, now: float) -> None:
+    def _judge(self, inquiry: Inquiry, now: float) -> None:
         self._inquiry = None
-        silent = [key for key in self._keys if key not in inquiry.first and key not in inquiry.second]
+        silent = inquiry.silent()
         if silent:
             for key in silent:
                 self._blame(key.peer, "it doesn't answer", now)
             self._trouble(PeerFailed(silent[0].peer, "it doesn't answer"), now)
-            return
-        if any(self._moved(inquiry, key) for key in self._keys):
-            self._still_moving(now)
-            return
-        self._verdict([inquiry.second[key] for key in self._keys], now)
-
-    def _moved(self, inquiry: _Inquiry, key: HopKey) -> bool:
-        """Answers that aren't equal, or not both there: no verdict is possible yet."""
-        first, second = inquiry.first.get(key), inquiry.second.get(key)
-        return first is None or second is None or first != dataclasses.replace(second, ask=first.ask)
-
-    def _still_moving(self, now: float) -> None:
-        if self.phase is Phase.OPENING:
+        elif not inquiry.moved():
+            self._execute(verdict(inquiry.answers(), self._epoch, self.phase is Phase.OPENING), now)
+        elif self.phase is Phase.OPENING:
             self._arm_opening(now)
         else:
             self._progress(now)
 
-    def _verdict(self, where: list[WhereIs], now: float) -> None:
-        """Nothing moved for a second. where: in the chain's order. First match wins."""
-        keys = self._keys
-        stale = [key for key, w in zip(keys, where, strict=True) if w.epoch != self._epoch]
-        if stale:
-            self._stream_fault(stale[0], "it never heard of this epoch", now)
-            return
-        stuck = [key for key, w in zip(keys, where, strict=True) if w.in_engine]
-        if stuck and self.phase is not Phase.OPENING:
-            self._blame(stuck[0].peer, "its engine is stuck", now)
-            assert self._repair is not None
-            self._repair.slack = min(MOST_SLACK, 2 * self._repair.slack)
-            self._trouble(PeerFailed(stuck[0].peer, "its engine is stuck"), now)
-            return
-        for index, w in enumerate(where):
-            after = (index + 1) % len(keys)
-            last = index == len(keys) - 1
-            arrived = where[after].known if last else where[after].length
-            if w.waiting or (w.resumed and w.sent > arrived):
-                self._link_fault(keys[index].peer, keys[after].peer, "nothing gets through", now)
-                return
-        deaf = [key for key, w in zip(keys, where, strict=True) if not w.resumed]
-        if deaf and self.phase is not Phase.OPENING:
-            self._stream_fault(deaf[0], "it never heard Resume", now)
-            return
-        for key, w in zip(keys, where, strict=True):
-            if w.length > w.finished:
-                self._blame(key.peer, "it took a step and doesn't run it", now)
-                self._trouble(PeerFailed(key.peer, "it took a step and doesn't run it"), now)
-                return
-        self._stream_fault(keys[-1], "its answers don't arrive", now)
+    def _execute(self, judged: Verdict, now: float) -> None:
+        key, after = self._keys[judged.at], self._keys[(judged.at + 1) % len(self._keys)]
+        match judged.blame:
+            case Blame.STREAM:
+                self._stream_fault(key, judged.reason, now)
+            case Blame.LINK:
+                self._link_fault(key.peer, after.peer, judged.reason, now)
+            case Blame.PEER:
+                self._peer_fault(key.peer, judged.reason, now)
+            case Blame.ENGINE:
+                self._blame(key.peer, judged.reason, now)
+                repair = self._repairing(judged.reason, now)
+                repair.slack = min(MOST_SLACK, 2 * repair.slack)
+                self._trouble(PeerFailed(key.peer, judged.reason), now)
 
     def _blame(self, peer: PeerId, reason: str, now: float) -> None:
         """Keep this peer out of plans for a while, and give up what it holds."""
-        self._failed_peers[peer] = now + self._config.exclusion_s
-        self._note_lost(peer, reason, now)
+        self._excluded.peer_failed(peer, now)
+        repair = self._repairing(str(PeerFailed(peer, reason)), now)
+        if peer not in repair.lost:
+            repair.lost.append(peer)
         for key in [key for key in self._held if key.peer == peer]:
             self._close(key)
 
+    def _peer_fault(self, peer: PeerId, reason: str, now: float) -> None:
+        self._blame(peer, reason, now)
+        self._trouble(PeerFailed(peer, reason), now)
+
     def _link_fault(self, a: PeerId, b: PeerId, reason: str, now: float) -> None:
-        if self._within(self._link_faults.get((a, b)), now):
-            self._bad_links[a, b] = now + self._config.exclusion_s
-        self._link_faults[a, b] = now
+        self._excluded.link_failed(a, b, now)
         self._trouble(LinkFailed(a, b, reason), now)
 
     def _stream_fault(self, key: HopKey, reason: str, now: float) -> None:
         """The stream to a hop failed though its peer lives: a fresh one, and blame only if that fails too."""
-        if self._within(self._stream_faults.get(key.peer), now):
+        if self._excluded.stream_failed(key.peer, now):
             self._blame(key.peer, reason, now)
-        self._stream_faults[key.peer] = now
         self._effects.append(Release(key))
         self._trouble(PeerFailed(key.peer, reason), now)
-
-    def _within(self, before: float | None, now: float) -> bool:
-        return before is not None and now - before < self._config.exclusion_s
 
     # ------------------------------------------------------------------------ trouble
 
@@ -954,15 +775,14 @@ class Session:
 
     def _draining(self, key: HopKey, message: Draining, now: float) -> None:
         """A peer that leaves: repair away from it while it still serves, if somebody else can."""
-        self._forget_old(now)
-        if key.peer in self._avoided:
+        self._excluded.forget_expired(now)
+        if key.peer in self._excluded.avoided:
             return
-        self._avoided[key.peer] = now + max(self._config.refused_s, message.within_s)
-        bad = frozenset(self._failed_peers) | frozenset(self._avoided)
+        self._excluded.avoid(key.peer, max(self._config.refused_s, message.within_s), now)
         try:
-            self._plan(self._request(bad, frozenset(self._bad_links)))
+            self._plan(self._request(self._excluded.bad_peers(), self._excluded.bad_links()))
         except NoRoute:
-            self._avoided[key.peer] = now + self._config.refused_s  # nobody yet: it will say so again
+            self._excluded.avoid(key.peer, self._config.refused_s, now)  # nobody yet: it will say so again
             return
         self._trouble_unless_waiting(Refused(key.peer, "it is leaving the swarm"), now)
 
@@ -971,15 +791,13 @@ class Session:
             return
         error = Refused(key.peer, message.reason, message.retry_after_s)
         pause = message.retry_after_s or self._config.refused_s
-        self._avoided[key.peer] = now + min(pause, self._config.exclusion_s)
+        self._excluded.avoid(key.peer, min(pause, self._config.exclusion_s), now)
         if self._held[key].opened:  # it can't give more, but still holds what it gave
             self._close(key)
         else:
             del self._held[key]
             self._effects.append(Release(key))
-        repair = self._repair
-        if repair is None:
-            repair = self._repair = self._new_repair(str(error), now)
+        repair = self._repairing(str(error), now)
         repair.refusals += 1
         if repair.refusals % REFUSALS_IN_A_REPAIR == 0:
             self._start_over(error, now)
@@ -1014,8 +832,7 @@ class Session:
         if len(self._rejected_by) >= 2:
             self._fail(StepRejected(message.reason))
             return
-        self._blame(key.peer, message.reason, now)
-        self._trouble(PeerFailed(key.peer, message.reason), now)
+        self._peer_fault(key.peer, message.reason, now)
 
     def _bad_input(self, key: HopKey, message: Fault, now: float) -> None:
         """A hop says that the one before it sent what can't be right. An honest one checks what it sends, so that
@@ -1027,8 +844,7 @@ class Session:
         guilty = message.other if message.other == sender is not None and len(accused) == 1 else None
         if guilty is None:
             guilty, reason = key.peer, f"it says others sent it nonsense: {reason}"
-        self._blame(guilty, reason, now)
-        self._trouble(PeerFailed(guilty, reason), now)
+        self._peer_fault(guilty, reason, now)
 
     def _before(self, key: HopKey) -> PeerId | None:
         """Who feeds this hop in the present chain: the one before it, or the last one; None: it itself."""
@@ -1049,9 +865,7 @@ class Session:
 
     def _give_up(self, error: SwarmError, now: float) -> bool:
         """Count this trouble; whether that was one too many."""
-        repair = self._repair
-        if repair is None:
-            repair = self._repair = self._new_repair(str(error), now)
+        repair = self._repairing(str(error), now)
         if self.phase in (Phase.RESUMING, Phase.RUNNING) and len(self._ids) >= self._granted:
             repair.attempts, repair.patient_since = 0, now  # it had succeeded, but nobody reads
         repair.attempts += 1
@@ -1067,16 +881,13 @@ class Session:
         self._fail(GenerationFailed(tried, token_ids=generated))
         return True
 
-    def _new_repair(self, reason: str, now: float) -> _Repair:
-        owed = self._owed_since if self.phase in (Phase.RESUMING, Phase.RUNNING) else None
-        since = now if owed is None else owed
-        return _Repair(reason, since, self._route, len(self._ids), patient_since=now)
-
-    def _note_lost(self, peer: PeerId, reason: str, now: float) -> None:
+    def _repairing(self, reason: str, now: float) -> _Repair:
+        """The repair under way; begun for this reason if there is none."""
         if self._repair is None:
-            self._repair = self._new_repair(str(PeerFailed(peer, reason)), now)
-        if peer not in self._repair.lost:
-            self._repair.lost.append(peer)
+            owed = self._owed_since if self.phase in (Phase.RESUMING, Phase.RUNNING) else None
+            since = now if owed is None else owed
+            self._repair = _Repair(reason, since, self._route, len(self._ids), patient_since=now)
+        return self._repair
 
     def _say_repair(self) -> None:
         repair = self._repair

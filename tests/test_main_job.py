@@ -22,9 +22,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from peer.local import LocalSwarm
 from swarm import AsyncClient, Completion
 from swarm.driver import SessionDriver
+from swarm.effects import Send
 from swarm.generation import Generation
 from swarm.messages import Resume
-from swarm.session import Send
 from swarm.state import StateDir
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]

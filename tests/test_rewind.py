@@ -16,9 +16,9 @@ from peer.hop import HopConfig
 from peer.kv import CREDIT, SPECULATION
 from swarm import Completion, Generation
 from swarm.driver import SessionDriver
+from swarm.effects import Send
 from swarm.errors import UsageError
 from swarm.messages import Resume
-from swarm.session import Send
 from tests.tiny_swarm import CONTEXT, WITHIN_S, Oracle, Tiny, write_model
 
 WINDOW, CHUNK = 8, 8

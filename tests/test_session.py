@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from routing.spans import Hop, Route, Span
+from swarm.effects import Ended, Failed, Grew, HopKey, Repaired, RepairStarted, Send
 from swarm.errors import GenerationFailed, LinkFailed, NoRoute, PeerFailed, UsageError
 from swarm.identity import PeerId, peer_id
 from swarm.messages import (
@@ -35,22 +36,8 @@ from swarm.messages import (
     WhereIs,
     Working,
 )
-from swarm.session import (
-    OVER,
-    Ended,
-    Failed,
-    Grew,
-    HopKey,
-    Phase,
-    Plan,
-    PlanRequest,
-    Repaired,
-    RepairStarted,
-    Send,
-    Session,
-    SessionConfig,
-    Timings,
-)
+from swarm.plans import Plan, PlanRequest, Timings
+from swarm.session import OVER, Phase, Session, SessionConfig
 from swarm.tensors import RawTensor, ids_tensor, read_ids
 
 A, B, C, D = (peer_id(bytes([n]) * 32) for n in range(1, 5))
@@ -214,7 +201,7 @@ def test_a_hop_whose_windows_let_go_of_too_much_begins_anew_on_the_same_peer() -
     (_, a), (_, c) = talk.sent(Resume)
     assert (a.have, a.next_has, a.resume_at) == (4, 0, 4)  # A feeds it from its journal
     assert (c.have, c.ids_from, read_ids(c.ids)) == (0, 0, [1, 2, 3, 10, 20, 21])
-    assert not talk.sent(Close) and not talk.seen(RepairStarted) and not talk.session._failed_peers
+    assert not talk.sent(Close) and not talk.seen(RepairStarted) and not talk.session._excluded.failed
 
 
 def test_a_repair_takes_hops_back_by_the_same_rule() -> None:
@@ -252,7 +239,7 @@ def test_a_hop_that_can_not_reserve_more_is_closed_and_not_blamed() -> None:
     talk.hear(C, RefusedMessage(2, "full", 1.0))
     assert [peer for peer, _ in talk.sent(Close)] == [C]
     assert [(peer, m.reserve) for peer, m in talk.sent(Open)] == [(D, reserved + 30)]
-    assert C not in talk.session._failed_peers
+    assert C not in talk.session._excluded.failed
 
 
 def test_an_impossible_rewind_changes_nothing() -> None:
@@ -284,7 +271,7 @@ def test_a_peer_that_was_started_again_and_still_loads_is_not_blamed() -> None:
     talk = Talk()
     talk.hear(C, Unsupported("open"))
     assert [peer for peer, _ in talk.sent(Open)] == [A, D] and talk.seen(RepairStarted)[0].lost == ()
-    assert C not in talk.session._failed_peers
+    assert C not in talk.session._excluded.failed
 
 
 def test_where_the_ring_resumes_stays_below_a_rewind_until_a_token_comes() -> None:
@@ -373,7 +360,7 @@ def test_sent_but_not_received_blames_the_link_and_neither_peer() -> None:
     assert started.lost == () and "link" in started.reason
     assert [peer for peer, _ in talk.sent(Prepare)] == [A, C]
     talk.hear(A, Fault(2, "link", "reset", C))
-    assert (A, C) in talk.session._bad_links
+    assert (A, C) in talk.session._excluded.links
 
 
 @pytest.mark.parametrize(
@@ -396,7 +383,7 @@ def test_nonsense_is_blamed_on_its_sender_and_not_on_whoever_found_it() -> None:
     talk.token(3, 10)
     talk.hear(C, Fault(1, "input", "the input has NaN or Inf", A))
     (started,) = talk.seen(RepairStarted)
-    assert started.lost == (A,) and C not in talk.session._failed_peers
+    assert started.lost == (A,) and C not in talk.session._excluded.failed
 
 
 @pytest.mark.parametrize("accused", [None, C, D])
@@ -422,8 +409,8 @@ def test_a_reservation_that_was_overrun_blames_neither_of_the_two(
     talk = Talk().running()
     talk.token(3, 10)
     talk.hear(teller, Fault(1, "room", "the step needs 99 KV positions", None))
-    assert talk.seen(RepairStarted)[0].lost == () and not talk.session._failed_peers
-    assert pair in talk.session._link_faults
+    assert talk.seen(RepairStarted)[0].lost == () and not talk.session._excluded.failed
+    assert pair in talk.session._excluded.link_faults
 
 
 def test_answers_that_differ_show_progress_and_blame_nobody() -> None:

@@ -8,10 +8,12 @@ from peer.hop import HopConfig
 from peer.kv import Reach
 from routing.spans import Hop as RouteHop
 from routing.spans import Route, Span
+from swarm.effects import HopKey
 from swarm.errors import GenerationFailed, NoRoute, Refused, StepRejected
 from swarm.identity import PeerId
 from swarm.messages import Close, Open, RefusedMessage, Sampling
-from swarm.session import HopKey, Phase, Plan, PlanRequest, SessionConfig
+from swarm.plans import Plan, PlanRequest
+from swarm.session import Phase, SessionConfig
 from tests.sim.session_world import (
     FINGERPRINT,
     LAYERS,
@@ -342,7 +344,7 @@ def test_a_rewind_beyond_a_window_is_replayed_on_the_same_peer_and_nobody_is_bla
     stage.client.rewind(15, (1, 2, 3))
     stage.finish_started()
     assert stage.client.text == stage.right and stage.served == ["peer0", "peer1"]
-    assert not stage.client.repairs and not stage.client.session._failed_peers
+    assert not stage.client.repairs and not stage.client.session._excluded.failed
     for number, name in enumerate(("peer0", "peer1")):
         again = stage.rows_run()[name] - before[name]
         assert (again >= 39) == (number in anew) and (again < 39 - 15 + 5) == (number not in anew)
@@ -415,7 +417,7 @@ def stale_then_reopened() -> Stage:
     client.rewind(9, (1, 2, 3))
     stage.until(15)
     # Back to peer1, whose Open gets lost with its stream; the next epoch finds it as it was.
-    client.session._failed_peers.clear()
+    client.session._excluded.failed.clear()
     world.lose = lambda message: isinstance(message, Open)
     world.crash(stage.peers[2], None)
     key = HopKey(stage.peers[1].id, 3)

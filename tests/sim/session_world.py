@@ -43,6 +43,7 @@ from peer.hop import (
 from peer.kv import REACH, LayerKV, Reach, Rewinds
 from routing.spans import Hop as RouteHop
 from routing.spans import Route, Span
+from swarm.effects import Ended, Failed, Grew, HopKey, Release, Repaired, RepairStarted, Send
 from swarm.errors import CapacityError, MessageError, NoRoute, SwarmError
 from swarm.identity import PeerId, peer_id
 from swarm.messages import (
@@ -58,22 +59,8 @@ from swarm.messages import (
     decode,
     encode,
 )
-from swarm.session import (
-    Ended,
-    Failed,
-    Grew,
-    HopKey,
-    Phase,
-    Plan,
-    PlanRequest,
-    Release,
-    Repaired,
-    RepairStarted,
-    Send,
-    Session,
-    SessionConfig,
-    _Held,
-)
+from swarm.plans import Plan, PlanRequest
+from swarm.session import Phase, Session, SessionConfig, _Held
 from swarm.tensors import RawTensor, ids_tensor, read_ids
 
 LAYERS = 6
