@@ -120,7 +120,10 @@ def state_of(swarm: TinySwarm, name: str) -> str:
 def test_weights_that_fail_while_they_load_leave_no_claim(
     swarm: TinySwarm, state: StateDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The claim was public by then; a goodbye, not a lease of seconds, takes it back."""
+    """The claim was public by then; a goodbye, not a lease of seconds, takes it back.
+
+    The files are looked at again about when the claim is seen: they are found truncated, or changed.
+    """
     spoiled = write_tiny_model(tmp_path / "spoiled")
     gate, seen = threading.Event(), []
     start = Engine.start
@@ -133,7 +136,7 @@ def test_weights_that_fail_while_they_load_leave_no_claim(
     weights = spoiled / "model.safetensors"
     os.truncate(weights, weights.stat().st_size - 100)
     gate.set()
-    with pytest.raises(BrokenModel, match=r"model\.safetensors can't be used: it is truncated"):
+    with pytest.raises(BrokenModel, match=r"model\.safetensors (can't be used: it is truncated|was changed since)"):
         starting.result(WITHIN_S)
     assert seen == ["loading"]
     assert entry(swarm) is None
