@@ -1,4 +1,4 @@
-"""What every benchmark says of the machine it ran on, and the one JSON line that each ends with."""
+"""What every benchmark says of the machine it ran on, how targets are told, and the one JSON line that each ends with."""
 
 from __future__ import annotations
 
@@ -35,6 +35,20 @@ def cpu_name() -> str:
             return next(line.partition(":")[2].strip() for line in info if line.startswith("model name"))
     except (OSError, StopIteration):
         return platform.processor() or platform.machine()
+
+
+class Targets:
+    """name -> {"value", "target", "met"}, each printed as it is judged."""
+
+    def __init__(self) -> None:
+        self.judged: dict[str, dict[str, Any]] = {}
+
+    def judge(self, name: str, value: float, target: float, *, at_most: bool = False) -> None:
+        """at_most: the target is a ceiling, not a floor."""
+        met = value <= target if at_most else value >= target
+        self.judged[name] = {"value": round(value, 3), "target": target, "met": met}
+        sign = "<=" if at_most else ">="
+        print(f"  {name:52} {value:7.3f}   target {sign} {target:<5g} {'met' if met else 'MISSED'}", flush=True)
 
 
 def report(name: str, results: Mapping[str, Any], targets: Mapping[str, Any]) -> None:

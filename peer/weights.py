@@ -128,7 +128,7 @@ def load_span(
             done += final.nbytes
             if progress is not None:
                 progress(done, total)
-    _move_buffers(full, device)
+    move_buffers(full, device)
     return SpanModel(full, span, plan)
 
 
@@ -195,7 +195,7 @@ def _dtypes(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype
     }
 
 
-def _move_buffers(model: PreTrainedModel, device: torch.device | str) -> None:
+def move_buffers(model: PreTrainedModel, device: torch.device | str) -> None:
     """Rotary frequencies and the like, which were computed rather than loaded."""
     for module in model.modules():
         for name, buffer in module._buffers.items():
