@@ -11,7 +11,7 @@ scheduler, sampling, one future per step); what is left out is the network (`ben
     prefill        2,048 tokens in the chunks that a peer uses, against one forward of transformers
 
     python -m benchmarks.engine [--model smollm2|llama-1b] [--dtype float32|bfloat16] [--part decode|prefill]
-                                [--rounds N] [--tokens N] [--json]
+                                [--seconds S] [--json]
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import argparse
 import asyncio
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,13 +41,12 @@ from swarm.messages import Sampling  # noqa: E402
 DTYPES = ("float32", "bfloat16")
 PARTS = ("decode", "prefill")
 SESSIONS = 16
-PROMPT = 48  # tokens before those that are timed
+GREEDY_PROMPT = 48  # tokens before those that are timed
 PREFILL = 2048
 GREEDY = Sampling()
 READ_BYTES = 1 << 29  # larger than any cache whose whole is ours
-# rounds and decode tokens a round that fit in about a minute with loading: a token of the larger one takes seconds / 4
-PACE = {("smollm2", "decode"): (7, 32), ("smollm2", "prefill"): (3, 0)}
-PACE |= {("llama-1b", "decode"): (5, 8), ("llama-1b", "prefill"): (2, 0)}
+TOKENS = {"smollm2": 32, "llama-1b": 6, "tiny": 8}  # of each decode in a round: one to three seconds
+LEAST_ROUNDS, MOST_ROUNDS = 2, 9
 
 
 class Timed:
@@ -77,22 +76,26 @@ class Decoded:
 class Ours:
     """The engine over the whole model."""
 
-    def __init__(self, model: SpanModel, threads: int) -> None:
+    def __init__(self, model: SpanModel, threads: int | None) -> None:
         self._timed = Timed(model)
         self.engine = Engine(self._timed, EngineConfig(threads=threads))  # type: ignore[arg-type]
         self.engine.start()
 
-    async def decode(self, prompt: list[int], sessions: int, tokens: int) -> Decoded:
-        """So many tokens in each of so many sessions, after a prompt that isn't timed."""
-        caches = [self._timed.new_cache(len(prompt) + tokens + 1) for _ in range(sessions)]
-        first = [await self._step(cache, 0, prompt, sample=True) for cache in caches]
+    async def open(self, prompt: list[int], sessions: int, tokens: int) -> None:
+        """Sessions that have read the prompt and have room for so many tokens more."""
+        caches = [self._timed.new_cache(len(prompt) + tokens) for _ in range(sessions)]
+        self._sessions = [(cache, await self._step(cache, 0, prompt, sample=True)) for cache in caches]
+        self._position = len(prompt)
+
+    async def decode(self, sessions: int, tokens: int) -> Decoded:
+        """So many tokens in each of so many of the sessions, always from the prompt's end on."""
         self._timed.seconds, started = 0.0, time.perf_counter()
-        pairs = zip(caches, first, strict=True)
-        await asyncio.gather(*(self._follow(cache, len(prompt), token, tokens) for cache, token in pairs))
+        chosen = self._sessions[:sessions]
+        await asyncio.gather(*(self._follow(cache, token, tokens) for cache, token in chosen))
         return Decoded((time.perf_counter() - started) / tokens, self._timed.seconds / tokens)
 
-    async def _follow(self, cache: Any, position: int, token: int, tokens: int) -> None:
-        for at in range(position, position + tokens):
+    async def _follow(self, cache: Any, token: int, tokens: int) -> None:
+        for at in range(self._position, self._position + tokens):
             token = await self._step(cache, at, [token], sample=True)
 
     async def prefill_s(self, prompt: list[int]) -> float:
@@ -112,8 +115,8 @@ class Ours:
         return -1 if done.token is None else done.token
 
 
-def generate_token_s(model: Any, prompt: list[int], tokens: int) -> float:
-    """Seconds between two tokens of transformers' `generate`."""
+def generate_token_s(model: Any, prompt: list[int], tokens: int, rows: int = 1) -> float:
+    """Seconds between two tokens of transformers' `generate`, greedy, with the prompt in so many rows."""
     from transformers import StoppingCriteria, StoppingCriteriaList
 
     times: list[float] = []
@@ -123,7 +126,7 @@ def generate_token_s(model: Any, prompt: list[int], tokens: int) -> float:
             times.append(time.perf_counter())
             return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
-    ids = torch.tensor([prompt])
+    ids = torch.tensor([prompt] * rows, device=model.device)
     with torch.inference_mode():
         model.generate(
             ids,
@@ -146,7 +149,7 @@ def forward_s(model: Any, prompt: list[int]) -> float:
 
 def read_bytes_per_s(memory: Tensor) -> float:
     """memory: larger than the caches. The better of two passes: what else runs only ever takes away."""
-    best = min(_timed(lambda: memory.sum()) for _ in range(2))
+    best = min(_timed(lambda: memory.sum().item()) for _ in range(2))  # item: waits for the device
     return memory.nbytes / best
 
 
@@ -156,49 +159,66 @@ def _timed(function: Callable[[], object]) -> float:
     return time.perf_counter() - started
 
 
-async def decode(both: Both, ours: Ours, rounds: int, tokens: int) -> list[dict[str, float]]:
-    """One dict per round, the first of which (it warms up) isn't there."""
-    prompt, memory = _prompt(both, PROMPT), torch.ones(READ_BYTES // 4)
-    measured: list[dict[str, float]] = []
-    for number in range(-1, rounds):
-        theirs_s = await asyncio.to_thread(_with_threads, lambda: generate_token_s(both.theirs, prompt, tokens))
-        one = await ours.decode(prompt, 1, tokens)
-        read = await asyncio.to_thread(_with_threads, lambda: read_bytes_per_s(memory))
-        many = await ours.decode(prompt, SESSIONS, max(4, tokens // 4))
-        if number >= 0:
-            measured.append(
-                {
-                    "transformers tokens/s": 1 / theirs_s,
-                    "one session tokens/s": 1 / one.token_s,
-                    "16 sessions tokens/s": SESSIONS / many.token_s,
-                    "read GB/s": read / 1e9,
-                    "one session / transformers": theirs_s / one.token_s,
-                    "share of read bandwidth": both.weight_bytes / one.token_s / read,
-                    "overhead outside the forward": 1 - one.forward_s / one.token_s,
-                    "16 sessions / one session": SESSIONS * one.token_s / many.token_s,
-                    "16 sessions / transformers": SESSIONS * theirs_s / many.token_s,
-                    "overhead with 16 sessions": 1 - many.forward_s / many.token_s,
-                }
-            )
-    return measured
+Round = Callable[[], Awaitable[dict[str, float]]]
 
 
-async def prefill(both: Both, ours: Ours, rounds: int, _: int) -> list[dict[str, float]]:
-    prompt = _prompt(both, PREFILL)
-    measured: list[dict[str, float]] = []
-    await ours.prefill_s(prompt[:512])
-    await asyncio.to_thread(_with_threads, lambda: forward_s(both.theirs, prompt[:512]))
-    for _number in range(rounds):
-        theirs_s = await asyncio.to_thread(_with_threads, lambda: forward_s(both.theirs, prompt))
+async def decode(both: Both, ours: Ours) -> Round:
+    prompt, memory, tokens = random_prompt(both, GREEDY_PROMPT), torch.ones(READ_BYTES // 4), TOKENS[both.name]
+    await ours.open(prompt, SESSIONS, tokens)
+
+    async def measure() -> dict[str, float]:
+        theirs_s = await _beside(lambda: generate_token_s(both.theirs, prompt, tokens))
+        one = await ours.decode(1, tokens)
+        read = await _beside(lambda: read_bytes_per_s(memory))
+        many = await ours.decode(SESSIONS, max(3, tokens // 4))
+        return {
+            "transformers tokens/s": 1 / theirs_s,
+            "one session tokens/s": 1 / one.token_s,
+            "16 sessions tokens/s": SESSIONS / many.token_s,
+            "read GB/s": read / 1e9,
+            "one session / transformers": theirs_s / one.token_s,
+            "share of read bandwidth": both.weight_bytes / one.token_s / read,
+            "overhead outside the forward": 1 - one.forward_s / one.token_s,
+            "16 sessions / one session": SESSIONS * one.token_s / many.token_s,
+            "16 sessions / transformers": SESSIONS * theirs_s / many.token_s,
+            "overhead with 16 sessions": 1 - many.forward_s / many.token_s,
+        }
+
+    return measure
+
+
+async def prefill(both: Both, ours: Ours) -> Round:
+    prompt = random_prompt(both, PREFILL)
+
+    async def measure() -> dict[str, float]:
+        theirs_s = await _beside(lambda: forward_s(both.theirs, prompt))
         ours_s = await ours.prefill_s(prompt)
-        measured.append(
-            {
-                "transformers tokens/s": PREFILL / theirs_s,
-                "prefill tokens/s": PREFILL / ours_s,
-                "prefill / transformers": theirs_s / ours_s,
-            }
-        )
-    return measured
+        return {
+            "transformers tokens/s": PREFILL / theirs_s,
+            "prefill tokens/s": PREFILL / ours_s,
+            "prefill / transformers": theirs_s / ours_s,
+        }
+
+    await ours.prefill_s(prompt[:512])
+    await _beside(lambda: forward_s(both.theirs, prompt[:512]))
+    return measure
+
+
+async def rounds(measure: Round, seconds: float) -> list[dict[str, float]]:
+    """As many rounds as fit, after one that warms up (where each takes long, that one counts too)."""
+    begun = time.perf_counter()
+    found = [await measure()]
+    if time.perf_counter() - begun < seconds / 5:
+        found.clear()
+    while len(found) < LEAST_ROUNDS or (time.perf_counter() - begun < seconds and len(found) < MOST_ROUNDS):
+        found.append(await measure())
+        print("  " + "  ".join(f"{value:.2f}" for value in found[-1].values()), flush=True)
+    return found
+
+
+async def _beside(function: Callable[[], float]) -> float:
+    """In a thread of its own: the loop goes on, as beside the engine."""
+    return await asyncio.to_thread(_with_threads, function)
 
 
 def _with_threads(function: Callable[[], float]) -> float:
@@ -206,7 +226,7 @@ def _with_threads(function: Callable[[], float]) -> float:
     return function()
 
 
-def _prompt(both: Both, tokens: int) -> list[int]:
+def random_prompt(both: Both, tokens: int) -> list[int]:
     generator = torch.Generator().manual_seed(1)
     return torch.randint(10, both.ours.vocab, (tokens,), generator=generator).tolist()
 
@@ -237,9 +257,8 @@ async def run(options: argparse.Namespace) -> tuple[dict[str, Any], Targets]:
             both = load(name, getattr(torch, dtype))
             ours = Ours(both.ours, threads)
             for part in options.part:
-                rounds, tokens = PACE[name, part]
-                measure = {"decode": decode, "prefill": prefill}[part]
-                rows = await measure(both, ours, options.rounds or rounds, options.tokens or tokens)
+                measure = await {"decode": decode, "prefill": prefill}[part](both, ours)
+                rows = await rounds(measure, options.seconds)
                 found = {key: statistics.median(row[key] for row in rows) for key in rows[0]}
                 what = f"{name} {dtype}"
                 results[f"{what} {part}"] = {key: round(value, 4) for key, value in found.items()}
@@ -247,22 +266,24 @@ async def run(options: argparse.Namespace) -> tuple[dict[str, Any], Targets]:
                 print(f"{what}, {part}, {threads} threads, medians of {len(rows)} rounds{fused}:", flush=True)
                 for key, value in found.items():
                     spread = f"{min(row[key] for row in rows):.3f} to {max(row[key] for row in rows):.3f}"
-                    print(f"  {key:52} {value:7.3f}   ({spread})")
+                    print(f"  {key:52} {value:10.4g}   ({spread})")
                 judge(targets, what, dtype, found)
             await ours.engine.stop()
             del both, ours
     return results, targets
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=MODELS, action="append", help="both by default; may be repeated")
+def main(arguments: list[str] | None = None) -> None:
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
+    parser.add_argument(
+        "--model", choices=(*MODELS, "tiny"), action="append", help="the first two by default; may be repeated"
+    )
     parser.add_argument("--dtype", choices=DTYPES, action="append", help="both by default; may be repeated")
     parser.add_argument("--part", choices=PARTS, action="append", help="both by default; may be repeated")
-    parser.add_argument("--rounds", type=int, help="for each part (by default, so many as take about a minute)")
-    parser.add_argument("--tokens", type=int, help="in each round of decode")
-    parser.add_argument("--json", action="store_true", help="accepted for uniformity: the last line always is JSON")
-    options = parser.parse_args()
+    parser.add_argument("--seconds", type=float, default=40.0, help="for the rounds of each part (default 40)")
+    parser.add_argument("--json", action="store_true", help="for uniformity: the last line always is JSON")
+    options = parser.parse_args(arguments)
     options.model, options.dtype = options.model or MODELS, options.dtype or DTYPES
     options.part = options.part or PARTS
     results, targets = asyncio.run(run(options))

@@ -1,4 +1,4 @@
-"""What every benchmark says of the machine it ran on, how targets are told, and the one JSON line that each ends with."""
+"""What every benchmark says: of its machine, of its targets, and in the JSON line that it ends with."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ class Targets:
     def judge(self, name: str, value: float, target: float, *, at_most: bool = False) -> None:
         """at_most: the target is a ceiling, not a floor."""
         met = value <= target if at_most else value >= target
-        self.judged[name] = {"value": round(value, 3), "target": target, "met": met}
+        self.judged[name] = {"value": float(f"{value:.4g}"), "target": target, "met": met}
         sign = "<=" if at_most else ">="
-        print(f"  {name:52} {value:7.3f}   target {sign} {target:<5g} {'met' if met else 'MISSED'}", flush=True)
+        print(f"  {name:52} {value:10.4g}   target {sign} {target:<5g} {'met' if met else 'MISSED'}", flush=True)
 
 
 def report(name: str, results: Mapping[str, Any], targets: Mapping[str, Any]) -> None:

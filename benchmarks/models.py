@@ -1,7 +1,7 @@
 """The models that benchmarks run, each twice: a span of ours and transformers' own, over the same weights.
 
-Both share one memory, so that neither the machine's memory nor its caches favour one of them. Random weights in a published
-shape take no download.
+Both share one memory, so that neither the machine's memory nor its caches favour one of them. Random weights
+in a published shape take no download.
 """
 
 from __future__ import annotations
@@ -80,14 +80,18 @@ class Both:
     weight_bytes: int
 
 
-def load(name: str, dtype: torch.dtype, device: torch.device | str = "cpu") -> Both:
-    """name: smollm2 (downloaded once), or one of SHAPES."""
-    ours = _real(dtype) if name == "smollm2" else _random(shape_config(name), dtype, device)
+def load(
+    name: str, dtype: torch.dtype, device: torch.device | str = "cpu", layers: int | None = None
+) -> Both:
+    """name: smollm2 (downloaded once), or one of SHAPES, with its first `layers` only."""
+    ours = _real(dtype) if name == "smollm2" else _random(shape_config(name, layers), dtype, device)
     return Both(name, ours, _theirs(ours), _read_per_token(ours))
 
 
-def shape_config(name: str) -> LlamaConfig:
-    return LlamaConfig(**SHAPES[name], max_position_embeddings=131072, rms_norm_eps=1e-5)
+def shape_config(name: str, layers: int | None = None) -> LlamaConfig:
+    shape = dict(SHAPES[name])
+    shape["num_hidden_layers"] = min(shape["num_hidden_layers"], layers or shape["num_hidden_layers"])
+    return LlamaConfig(**shape, max_position_embeddings=131072, rms_norm_eps=1e-5)
 
 
 def _real(dtype: torch.dtype) -> SpanModel:
@@ -102,7 +106,8 @@ def _random(config: PretrainedConfig, dtype: torch.dtype, device: torch.device |
     full = build_full(config, dtype, plan.way)
     finals = Finals(plan.shapes, dict.fromkeys(names, dtype), device, names)
     generator = torch.Generator().manual_seed(0)
-    block = torch.empty(_BLOCK).normal_(0.0, _STD, generator=generator).to(device, dtype)
+    block = torch.empty(_BLOCK).normal_(0.0, _STD, generator=generator)
+    block = block.to(device, torch.bfloat16).to(dtype)  # the same weights in every dtype
     for name in names:
         final = finals.take(name)
         _fill(final, block)

@@ -47,6 +47,7 @@ from peer.handout import Handout
 from peer.hop import HopConfig
 from peer.local import EXIT_WITH_STDIN
 from peer.progress import terminal_progress
+from peer.threads import quiet_threads
 from routing.estimates import compute_s
 from routing.placement import Claim, NothingFits, choose_span, recheck
 from routing.spans import Span
@@ -522,9 +523,7 @@ def own_hosts() -> list[str]:
 def serve(options: PeerOptions, run: Callable[[Coroutine[Any, Any, int]], int]) -> int:
     """Be a peer until told to stop; returns the exit code. Raises SwarmError if it can't start."""
     options.check()
-    os.environ.setdefault(
-        "OMP_WAIT_POLICY", "PASSIVE"
-    )  # idle peers must not spin; read when torch is imported
+    quiet_threads()
     if os.environ.get(EXIT_WITH_STDIN):
         threading.Thread(target=_exit_with_stdin, daemon=True).start()
     return run(_serve_until_told(options))
