@@ -1,29 +1,30 @@
-"""Which waiting steps run together next. No torch, no clock.
+"""Which waiting steps run together next, and how much of each. No torch, no clock.
 
 Invariants: steps of one session run one at a time and in order; a turn packs only steps over the same
-layers; every turn takes the group of the longest waiting step, so nothing starves.
+layers; every turn takes the group of the step that has waited longest, so nothing starves.
 
-Within a turn decode steps come first (each is one token, and a person waits for it), then prefill
-chunks, oldest first, under a token budget. One prefill chunk always goes along, however large: its
-length, not the queue, is what a decode step next to it waits for, and the first hop bounds that.
+Within a turn decode steps come first (each is one token, and a person waits for it), then pieces of prompts.
+Where nobody decodes, prompts share a budget of tokens, the one that has waited longest first. Where somebody does,
+one prompt at a time gets the piece that `pace.py` allows it. What is left of a step goes to the end of the queue,
+so prompts take turns. A piece never reaches over the end of a `chunk`, for windows are moved once a chunk.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Hashable, Iterator
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Hashable
+from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
+from peer.pace import DECODE_TOKENS, Pace, PaceConfig
 from routing.spans import Span
 from swarm.errors import CapacityError
 
-DECODE_TOKENS = 8  # a step of at most so many tokens is a decode step: one, or a few speculated ones
 MAX_WAITING = 4096  # far above sessions x steps in flight; a bug or a flood beyond that is refused
 
 
 class Waiting(Protocol):
-    """What the scheduler reads of a job."""
+    """What the scheduler reads of a job. chunk: of its windows' `Reach`, None where it has no windows."""
 
     @property
     def key(self) -> Hashable: ...
@@ -31,6 +32,8 @@ class Waiting(Protocol):
     def span(self) -> Span: ...
     @property
     def tokens(self) -> int: ...
+    @property
+    def chunk(self) -> int | None: ...
 
 
 J = TypeVar("J", bound=Waiting)
@@ -38,63 +41,173 @@ J = TypeVar("J", bound=Waiting)
 
 @dataclass(frozen=True, slots=True)
 class BatchConfig:
-    """prefill_tokens: most prompt tokens beside the decode steps of a turn; larger is faster for
-    prompts, smaller is smoother for those who decode. rows: most sessions in a turn."""
+    """prefill_tokens: most prompt tokens of a turn; larger is faster for prompts. rows: most sessions in a turn."""
 
     prefill_tokens: int = 256
     rows: int = 64
+    pace: PaceConfig = field(default_factory=PaceConfig)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece(Generic[J]):
+    """Tokens [start, stop) of a job."""
+
+    job: J
+    start: int
+    stop: int
+
+    @property
+    def tokens(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def is_last(self) -> bool:
+        return self.stop == self.job.tokens
+
+
+@dataclass(slots=True)
+class _Entry(Generic[J]):
+    """number: of arrival, or of its return to the queue. since: when that was. done: tokens that have run."""
+
+    job: J
+    number: int
+    since: float
+    done: int = 0
+
+    @property
+    def left(self) -> int:
+        return self.job.tokens - self.done
+
+    @property
+    def decodes(self) -> bool:
+        return self.job.tokens <= DECODE_TOKENS
 
 
 class Scheduler(Generic[J]):
+    """`add` steps; when `begin_at` has come, take a turn with `next`, and say when it `ended`."""
+
     def __init__(self, config: BatchConfig | None = None) -> None:
         self.config = config or BatchConfig()
-        self._waiting: OrderedDict[int, J] = OrderedDict()  # arrival number -> job
-        self._arrivals = 0
+        self.pace = Pace(self.config.pace)
+        self._queues: dict[Hashable, deque[_Entry[J]]] = {}  # by session; none is empty
+        self._waiting = 0
+        self._numbers = 0
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        return self._waiting
 
-    def add(self, job: J) -> None:
+    def add(self, job: J, now: float) -> None:
         """Raises CapacityError when absurdly many wait."""
-        if len(self._waiting) >= MAX_WAITING:
+        if self._waiting >= MAX_WAITING:
             raise CapacityError(f"{MAX_WAITING} steps are waiting already")
-        self._waiting[self._arrivals] = job
-        self._arrivals += 1
+        self._queues.setdefault(job.key, deque()).append(_Entry(job, self._number(), now))
+        self._waiting += 1
+        self.pace.arrived(job.key, job.span, job.tokens, now)
 
     def drop(self, key: Hashable) -> list[J]:
-        """Take back all waiting steps of a session."""
-        return self._take([n for n, job in self._waiting.items() if job.key == key])
+        """The session is over: take back all of its waiting steps."""
+        self.pace.gone(key)
+        dropped = [entry.job for entry in self._queues.pop(key, ())]
+        self._waiting -= len(dropped)
+        return dropped
 
-    def next(self, most_rows: int | None = None) -> list[J]:
-        """The steps of the next turn, in the order of their rows; empty if nothing waits.
+    def clear(self) -> list[J]:
+        """Take back everything."""
+        return [job for key in list(self._queues) for job in self.drop(key)]
+
+    def begin_at(self, now: float, most_rows: int | None = None) -> float | None:
+        """When the next turn should begin (now, mostly); None where nothing waits."""
+        ready = self._ready()
+        if not ready:
+            self.pace.awaited.clear()
+            return None
+        if most_rows == 1:
+            return now  # nobody to wait for: turns are of one session
+        span = ready[0].job.span
+        group = [entry for entry in ready if entry.job.span == span]
+        decoders = sum(entry.decodes for entry in group)
+        return self.pace.begin_at(span, decoders, min(entry.since for entry in group), now)
+
+    def next(self, now: float, most_rows: int | None = None) -> list[Piece[J]]:
+        """What the next turn runs, in the order of its rows; empty if nothing waits.
 
         most_rows: fewer sessions than configured (1 where positions depend on the whole batch).
         """
         rows = min(self.config.rows, most_rows or self.config.rows)
-        ready = list(self._ready())
+        ready = self._ready()
         if not ready:
             return []
-        span = ready[0][1].span
-        group = [(n, job) for n, job in ready if job.span == span]
-        chosen = [n for n, job in group if job.tokens <= DECODE_TOKENS]
-        spent = 0
-        for n, job in group:
-            if job.tokens > DECODE_TOKENS and (
-                spent == 0 or spent + job.tokens <= self.config.prefill_tokens
-            ):
-                chosen.append(n)
-                spent += job.tokens
-        if ready[0][0] not in chosen[:rows]:  # the longest waiting one always runs
-            chosen.insert(0, ready[0][0])
-        return self._take(list(dict.fromkeys(chosen))[:rows])
+        decoders, pieces = self._turn(ready, ready[0], rows, now)
+        if not decoders and not pieces:  # the longest waiting prompt stands aside: whoever decodes goes first
+            decoding = [entry for entry in ready if entry.decodes]
+            decoders, pieces = self._turn(decoding, decoding[0], rows, now)
+        return [self._take(entry, entry.left) for entry in decoders] + [self._take(*piece) for piece in pieces]
 
-    def _ready(self) -> Iterator[tuple[int, J]]:
-        """The first step of each session, oldest first."""
-        seen: set[Hashable] = set()
-        for n, job in self._waiting.items():
-            if job.key not in seen:
-                seen.add(job.key)
-                yield n, job
+    def _turn(
+        self, ready: list[_Entry[J]], first: _Entry[J], rows: int, now: float
+    ) -> tuple[list[_Entry[J]], list[tuple[_Entry[J], int]]]:
+        """Of those over the same layers as `first`: decode steps, and prompts with how much of each.
 
-    def _take(self, numbers: list[int]) -> list[J]:
-        return [self._waiting.pop(n) for n in numbers]
+        Nothing where `first` is a prompt that stands aside.
+        """
+        group = [entry for entry in ready if entry.job.span == first.job.span]
+        decoders = [entry for entry in group if entry.decodes][:rows]
+        prompts = [entry for entry in group if not entry.decodes]
+        if not first.decodes and len(decoders) == rows:
+            decoders.pop()  # the longest waiting one has a place, or none of its kind would ever run
+        pieces = self._pieces(prompts[: rows - len(decoders)], len(decoders), now)
+        return ([], []) if not first.decodes and not pieces else (decoders, pieces)
+
+    def _pieces(self, prompts: list[_Entry[J]], decoders: int, now: float) -> list[tuple[_Entry[J], int]]:
+        if not self.pace.has_company(now):
+            return self._fill(prompts)
+        if not prompts:
+            return []
+        allowed = self.pace.piece(prompts[0].job.key, decoders)
+        return [(prompts[0], min(allowed, self._most(prompts[0])))] if allowed else []
+
+    def _fill(self, prompts: list[_Entry[J]]) -> list[tuple[_Entry[J], int]]:
+        """The whole budget, the longest waiting one first."""
+        budget, pieces = self.config.prefill_tokens, list[tuple[_Entry[J], int]]()
+        for entry in prompts:
+            tokens = min(budget, self._most(entry))
+            if tokens:
+                pieces.append((entry, tokens))
+                budget -= tokens
+        return pieces
+
+    def _most(self, entry: _Entry[J]) -> int:
+        """Up to the end of its job, of the budget, and of the chunk that it is in."""
+        chunk = entry.job.chunk
+        most = min(entry.left, self.config.prefill_tokens)
+        return most if chunk is None else min(most, chunk - entry.done % chunk)
+
+    def _take(self, entry: _Entry[J], tokens: int) -> Piece[J]:
+        queue = self._queues[entry.job.key]
+        assert queue[0] is entry, "a session's steps run in order"
+        queue.popleft()
+        if not queue:
+            del self._queues[entry.job.key]
+        self._waiting -= 1
+        return Piece(entry.job, entry.done, entry.done + tokens)
+
+    def ended(self, turn: list[Piece[J]], started: float, now: float) -> None:
+        """A turn that `next` gave has run."""
+        decoders = [piece.job.key for piece in turn if piece.job.tokens <= DECODE_TOKENS]
+        prompts = [(piece.job.key, piece.tokens) for piece in turn if piece.job.tokens > DECODE_TOKENS]
+        self.pace.ran(decoders, prompts, started, now)
+
+    def put_back(self, piece: Piece[J], now: float) -> None:
+        """This piece has run, and its job isn't over: the rest waits behind all others, before its session's own."""
+        entry = _Entry(piece.job, self._number(), now, piece.stop)
+        self._queues.setdefault(piece.job.key, deque()).appendleft(entry)
+        self._waiting += 1
+        self.pace.arrived(piece.job.key, piece.job.span, piece.job.tokens, now)
+
+    def _number(self) -> int:
+        self._numbers += 1
+        return self._numbers
+
+    def _ready(self) -> list[_Entry[J]]:
+        """The first step of each session, the longest waiting first."""
+        return sorted((queue[0] for queue in self._queues.values()), key=lambda entry: entry.number)

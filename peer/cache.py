@@ -142,6 +142,11 @@ class LayerStore:
         self.values[:, :, begin:end] = value
         return self.keys[:, :, first - self.base : end], self.values[:, :, first - self.base : end]
 
+    def make_way(self, position: int, tokens: int) -> None:
+        """So that a step of so many tokens at `position`, at most a chunk, is written without letting go of more."""
+        if position + tokens - self.base > self.room and self.kv.window is not None:
+            self._slide(position)
+
     def _slide(self, position: int) -> None:
         """Let go of all but what a step at `position`, or at one `rewind` before it, attends to."""
         assert self.kv.window is not None, "only windows let go of anything"
@@ -170,10 +175,10 @@ def _with_room(tensor: torch.Tensor, room: int) -> tuple[int, ...]:
 class SessionCache:
     """One session's keys and values over `span`. Used by the engine's thread only, but for `grow_to`.
 
-    layers[i]: what layer span.start + i keeps.
+    layers[i]: what layer span.start + i keeps. chunk: of the windows' `Reach`, None where nothing has a window.
     """
 
-    __slots__ = ("_room", "freed", "layers", "length", "reserved", "span")
+    __slots__ = ("__weakref__", "_room", "chunk", "freed", "layers", "length", "reserved", "span")
 
     def __init__(
         self,
@@ -194,6 +199,7 @@ class SessionCache:
         self.span, self.reserved = span, reserved
         self.length, self._room, self.freed = 0, reserved, False
         self.layers = [LayerStore(kv, reserved, reach, make) for kv in layers]
+        self.chunk = reach.chunk if any(kv.window is not None for kv in layers) else None
 
     @property
     def oldest(self) -> int:
@@ -221,13 +227,20 @@ class SessionCache:
             raise CannotRewind(position, self.oldest)
 
     def begin(self, position: int, tokens: int) -> None:
-        """Cut to `position` and make room for `tokens` more. Raises as `check` does (KV unchanged)."""
+        """Cut to `position` and make room for `tokens` more. Raises as `check` does (KV unchanged).
+
+        Where the next chunk runs in pieces, all of it is named at the first: windows let go of what is older than
+        that, and no more, which is what `Rewinds` counts on.
+        """
         self.check(position, tokens)
         self.truncate(position)
         if position + tokens > self._room:
             for layer in self.layers:
                 layer.grow(self.reserved, self.length)
             self._room = self.reserved
+        if self.chunk is not None:
+            for layer in self.layers:
+                layer.make_way(position, min(tokens, self.chunk))
 
     def finish(self, length: int) -> None:
         """The step's layers are all written: positions up to `length` count from now on."""
@@ -266,6 +279,7 @@ class KvPool:
         self.sizes, self.span, self.dtype, self.device = sizes, span, dtype, device
         self.ledger = KvLedger(sizes, span, total_bytes)
         self._caches: dict[Hashable, SessionCache] = {}
+        self.on_free: Callable[[SessionCache], None] = lambda _: None  # its steps aren't wanted any more
 
     @property
     def free_positions(self) -> int:
@@ -327,3 +341,4 @@ class KvPool:
         cache = self._caches.pop(key, None)
         if cache is not None:
             cache.freed = True
+            self.on_free(cache)

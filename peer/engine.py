@@ -3,9 +3,10 @@
 Invariants: the asyncio loop never waits for torch and torch never waits for the loop; one thread alone
 touches the model and the sessions' tensors; a step's failure is its session's alone.
 
-`submit` hands a job over and returns a future. At each turn the thread asks the scheduler what runs next,
-packs it into one forward pass, samples where that was asked for, and sends all of the turn's results to the
-loop in one wake-up. Sessions join and leave between turns.
+`submit` hands a job over and returns a future. At each turn the thread asks the scheduler what runs next, and how much
+of each prompt (`batch.py`, `pace.py`), packs it into one forward pass, samples where that was asked for, and sends
+all of the turn's results to the loop in one wake-up. Sessions join and leave between turns. A job that runs in pieces
+is answered once, when all of it has run.
 
 What can go wrong with a step, and who is told: a step that doesn't fit the KV or the model fails before the
 pass; torch's own errors (out of memory, mostly) make each step of the turn run once more alone, so that the
@@ -30,26 +31,21 @@ import torch
 from torch import Tensor
 
 from peer.attention import Row
-from peer.batch import BatchConfig, Scheduler
+from peer.batch import BatchConfig, Piece, Scheduler
 from peer.cache import SessionCache
 from peer.hop import SampleAt
 from peer.model import PackedStep, SpanModel, StepOutput
 from peer.sampling import likelihoods, sample
-from routing.spans import Span, Speed
+from routing.spans import Span
 from swarm.errors import BadInput, EngineStopped, StepFailed, SwarmError
 from swarm.messages import Likelihoods
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 Made = tuple[Tensor | None, int | None, Likelihoods | None]  # one job's rows, token, likelihoods
-FloatArray = npt.NDArray[np.float64]
 
 SMOOTHING = 0.1  # weight of the newest turn in the running means: about the last twenty count
 RECENT_TURNS = 256  # turns that the 99th percentile is taken over
-TRIAL_TOKENS = 64  # a trial prefill: enough to be bound by arithmetic, not by weight reading
-LEAST_STEP_S = 0.002  # a hop costs two thread hand-overs and a message (about 0.5 ms) and can fail: no hops for nothing
-TRIAL_ROUNDS = 10  # most that are needed for a best one
-TRIAL_SECONDS = 0.6  # most that trial decode steps take in all, before the last round begins
 
 
 @dataclass(eq=False)
@@ -78,7 +74,8 @@ class JobResult:
     """output: [n, width] on the CPU in the model's dtype, None on a last span. token: if one was sampled;
     likelihoods: if they were asked for too.
 
-    waited_s: from submit to the turn's start. computed_s: the turn. packed: sessions in that turn.
+    computed_s: the turns that it ran in. waited_s: the rest of the time since it was submitted. packed: sessions
+    in the last of those turns.
     """
 
     output: Tensor | None
@@ -99,7 +96,11 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """step_s, queue_s: running means of a turn and of a job's wait. p99_step_s: over recent turns."""
+    """step_s, queue_s: running means of a turn and of a job's wait. p99_step_s: over recent turns.
+
+    Since the start, in seconds: turns_s of all turns, forward_s of the model's part of them, lingered_s waiting for
+    sessions whose next step was due (in no turn).
+    """
 
     waiting: int
     turns: int
@@ -108,19 +109,40 @@ class EngineStats:
     step_s: float
     queue_s: float
     p99_step_s: float
+    turns_s: float
+    forward_s: float
+    lingered_s: float
 
 
 @dataclass(eq=False, slots=True)
 class _Entry:
-    """A job in the queue, with whom to tell. Has what `batch.Waiting` asks for."""
+    """A job in the queue, with whom to tell. Has what `batch.Waiting` asks for.
+
+    rows: the output so far of a job that runs in pieces. computed_s: of its turns.
+    """
 
     job: Job
     future: asyncio.Future[JobResult]
     loop: asyncio.AbstractEventLoop
     submitted: float
-    key: Hashable = None
-    span: Span = Span(0, 1)
-    tokens: int = 0
+    key: Hashable
+    span: Span
+    tokens: int
+    chunk: int | None
+    rows: list[Tensor] = field(default_factory=list)
+    computed_s: float = 0.0
+
+
+@dataclass(eq=False, slots=True)
+class _Part:
+    """What runs of an entry in this turn: `job` covers the piece's tokens only."""
+
+    piece: Piece[_Entry]
+    job: Job
+
+    @property
+    def entry(self) -> _Entry:
+        return self.piece.job
 
 
 Outcome = tuple[_Entry, JobResult | BaseException]
@@ -141,8 +163,10 @@ class Engine:
         self._wake = threading.Condition()
         self._thread: threading.Thread | None = None
         self._stopping = self._draining = False
+        self._running: list[_Entry] = []  # in the turn that runs now
         self._turns = self._tokens = self._failed = 0
         self._step_s = self._queue_s = 0.0
+        self._turns_s = self._forward_s = self._lingered_s = 0.0
         self._recent: deque[float] = deque(maxlen=RECENT_TURNS)
 
     # ---- called from the loop
@@ -153,24 +177,29 @@ class Engine:
         self._thread.start()
 
     def submit(self, job: Job) -> asyncio.Future[JobResult]:
-        """Queue a step. The future fails with OutOfStep, CacheFull, StepFailed or EngineStopped.
+        """Queue a step. The future fails with OutOfStep, CacheFull, StepFailed or EngineStopped, and is cancelled
+        where the session is dropped.
 
         Raises EngineStopped, or CapacityError when absurdly many steps wait.
         """
         loop = asyncio.get_running_loop()
         future: asyncio.Future[JobResult] = loop.create_future()
-        entry = _Entry(job, future, loop, self._clock(), job.cache, job.span, job.tokens)
+        now = self._clock()
+        entry = _Entry(job, future, loop, now, job.cache, job.span, job.tokens, job.cache.chunk)
         with self._wake:
             if self._stopping:
                 raise EngineStopped
-            self._scheduler.add(entry)
-            self._wake.notify()
+            self._scheduler.add(entry, now)
+            if not self._scheduler.pace.awaited:  # else the turn waits for others too
+                self._wake.notify()
         return future
 
     def drop(self, cache: SessionCache) -> None:
-        """Cancel a session's waiting steps; one that runs already ends, and nobody hears of it."""
+        """Cancel a session's steps; a piece that runs already ends, and nobody hears of it."""
         with self._wake:
             dropped = self._scheduler.drop(cache)
+            dropped += [entry for entry in self._running if entry.key is cache]
+            self._wake.notify()
         for entry in dropped:
             entry.future.cancel()
 
@@ -206,8 +235,9 @@ class Engine:
         recent = sorted(self._recent)
         p99 = recent[int(0.99 * (len(recent) - 1))] if recent else 0.0
         return EngineStats(
-            len(self._scheduler), self._turns, self._tokens, self._failed, self._step_s, self._queue_s, p99
-        )
+            len(self._scheduler), self._turns, self._tokens, self._failed, self._step_s, self._queue_s, p99,
+            self._turns_s, self._forward_s, self._lingered_s,
+        )  # fmt: skip
 
     # ---- the engine's thread
 
@@ -223,19 +253,37 @@ class Engine:
     def _work(self) -> None:
         if self.config.threads is not None:
             torch.set_num_threads(self.config.threads)  # counts for the thread that says it
-        while True:
-            with self._wake:
-                while not (self._stopping or self._calls or len(self._scheduler)):
-                    self._wake.wait()
-                over = self._stopping and not (self._draining and len(self._scheduler))
-                call = self._calls.popleft() if self._calls else None
-                entries = [] if call or over else self._scheduler.next(self._most_rows)
-            if call is not None:
-                call()
-            elif over:
-                break
-            else:
-                self._turn(entries)
+        while self._once():
+            pass
+
+    def _once(self) -> bool:
+        """One call or one turn, as soon as there is one; False at the end. Nothing of it is kept alive."""
+        with self._wake:
+            while not (self._stopping or self._calls) and (wait_s := self._wait_s()) != 0.0:
+                self._wait(wait_s)
+            over = self._stopping and not (self._draining and len(self._scheduler))
+            call = self._calls.popleft() if self._calls else None
+            turn = [] if call or over else self._scheduler.next(self._clock(), self._most_rows)
+            self._running = [piece.job for piece in turn]
+        if call is not None:
+            call()
+        elif over:
+            return False
+        else:
+            self._turn(turn)
+        return True
+
+    def _wait_s(self) -> float | None:
+        """Until the next turn should begin; None: until something comes."""
+        now = self._clock()
+        begin = self._scheduler.begin_at(now, self._most_rows)
+        return None if begin is None else max(0.0, begin - now)
+
+    def _wait(self, seconds: float | None) -> None:
+        started = self._clock()
+        self._wake.wait(seconds)
+        if seconds is not None:
+            self._lingered_s += self._clock() - started
 
     @property
     def _most_rows(self) -> int | None:
@@ -244,33 +292,38 @@ class Engine:
 
     def _abandon(self) -> None:
         with self._wake:
-            left = []
-            while len(self._scheduler):
-                left += self._scheduler.next()
+            left = self._scheduler.clear()
         _deliver([(entry, EngineStopped()) for entry in left])
 
-    def _turn(self, entries: list[_Entry]) -> None:
+    def _turn(self, turn: list[Piece[_Entry]]) -> None:
         started = self._clock()
         outcomes: list[Outcome] = []
+        parts = [_Part(piece, _cut(piece)) for piece in turn]
         try:
-            ready = [entry for entry in entries if self._begin(entry, outcomes)]
+            ready = [part for part in parts if self._begin(part, outcomes)]
             if ready:
                 self._run(ready, started, outcomes)
         except Exception as error:
-            log.exception("a bug in the engine failed %d steps", len(entries))
+            log.exception("a bug in the engine failed %d steps", len(turn))
             told = {id(entry) for entry, _ in outcomes}
-            outcomes += [(entry, error) for entry in entries if id(entry) not in told]
-        self._account(entries, outcomes, started)
+            outcomes += [(part.entry, error) for part in parts if id(part.entry) not in told]
+        self._account(turn, outcomes, started)
         _deliver(outcomes)
 
-    def _begin(self, entry: _Entry, outcomes: list[Outcome]) -> bool:
+    def _begin(self, part: _Part, outcomes: list[Outcome]) -> bool:
         """Check the job and cut its KV. False: it has failed, and nothing was changed."""
+        entry, piece = part.entry, part.piece
         if entry.future.cancelled():
             return False
         try:
-            self._check(entry.job)
-            _check_finite(entry.job)
-            entry.job.cache.begin(entry.job.position, entry.job.tokens)
+            if piece.start == 0:
+                self._check(entry.job)
+                _check_finite(entry.job)
+                entry.job.cache.check(entry.job.position, entry.tokens)
+            rest = entry.tokens - piece.start
+            if entry.chunk is not None:  # windows make way for the whole chunk, whatever its pieces are
+                rest = min(rest, entry.chunk - piece.start % entry.chunk)
+            entry.job.cache.begin(part.job.position, rest)
         except SwarmError as error:
             outcomes.append((entry, error))
             return False
@@ -292,30 +345,45 @@ class Engine:
             shape = None if job.hidden is None else list(job.hidden.shape)
             raise StepFailed(layers, f"it needs hidden states [{job.tokens}, {model.width}], got {shape}")
 
-    def _run(self, entries: list[_Entry], started: float, outcomes: list[Outcome]) -> None:
+    def _run(self, parts: list[_Part], started: float, outcomes: list[Outcome]) -> None:
         """One pass over all, or if torch fails, one over each."""
         assert self.model is not None
+        jobs = [part.job for part in parts]
         try:
-            output = self.model.forward(pack([entry.job for entry in entries]))
-            results = self._read([entry.job for entry in entries], output)
+            begun = self._clock()
+            output = self.model.forward(pack(jobs))
+            if self.model.device.type != "cpu":
+                _synchronize(self.model.device)
+            self._forward_s += self._clock() - begun
+            results = self._read(jobs, output)
         except RuntimeError as error:
-            if len(entries) > 1:
-                log.warning("a packed step of %d failed (%s); each runs alone", len(entries), _line(error))
-                for entry in entries:
-                    if self._begin(entry, outcomes):  # cut again: what the failed pass wrote is void
-                        self._run([entry], started, outcomes)
+            if len(parts) > 1:
+                log.warning("a packed step of %d failed (%s); each runs alone", len(parts), _line(error))
+                for part in parts:
+                    if self._begin(part, outcomes):  # cut again: what the failed pass wrote is void
+                        self._run([part], started, outcomes)
             else:
-                outcomes.append((entries[0], StepFailed(str(entries[0].job.span), _line(error))))
+                outcomes.append((parts[0].entry, StepFailed(str(jobs[0].span), _line(error))))
             return
-        took = self._clock() - started
-        for entry, result in zip(entries, results, strict=True):
+        now = self._clock()
+        for part, result in zip(parts, results, strict=True):
             if isinstance(result, Exception):
-                outcomes.append((entry, result))
-                continue
-            entry.job.cache.finish(entry.job.position + entry.job.tokens)
-            rows, token, likely = result
-            waited = started - entry.submitted
-            outcomes.append((entry, JobResult(rows, token, waited, took, len(entries), likely)))
+                outcomes.append((part.entry, result))
+            else:
+                part.job.cache.finish(part.job.position + part.job.tokens)
+                self._ran(part, result, now - started, len(parts), outcomes)
+
+    def _ran(self, part: _Part, made: Made, took: float, packed: int, outcomes: list[Outcome]) -> None:
+        """Answer the job if that was all of it, else put the rest back."""
+        entry, (rows, token, likely) = part.entry, made
+        entry.computed_s += took
+        if rows is not None:
+            entry.rows.append(rows)
+        if not part.piece.is_last:
+            return
+        output = None if not entry.rows else entry.rows[0] if len(entry.rows) == 1 else torch.cat(entry.rows)
+        waited = max(0.0, self._clock() - entry.submitted - entry.computed_s)
+        outcomes.append((entry, JobResult(output, token, waited, entry.computed_s, packed, likely)))
 
     def _read(self, jobs: list[Job], output: StepOutput) -> list[Made | Exception]:
         """Each job's part of the pass. Here the CPU waits for the device."""
@@ -348,19 +416,53 @@ class Engine:
             start = stop
         return results
 
-    def _account(self, entries: list[_Entry], outcomes: list[Outcome], started: float) -> None:
-        done = [entry for entry, outcome in outcomes if isinstance(outcome, JobResult)]
+    def _account(self, turn: list[Piece[_Entry]], outcomes: list[Outcome], started: float) -> None:
+        now = self._clock()
+        over = {id(entry) for entry, _ in outcomes}
+        with self._wake:
+            self._running = []
+            self._scheduler.ended(turn, started, now)
+            for piece in turn:
+                if not (piece.is_last or id(piece.job) in over or piece.job.future.cancelled()):
+                    self._scheduler.put_back(piece, now)
+        done = [outcome for _, outcome in outcomes if isinstance(outcome, JobResult)]
         self._failed += len(outcomes) - len(done)
-        if not done:
+        failed = {id(entry) for entry, outcome in outcomes if not isinstance(outcome, JobResult)}
+        ran = [piece.tokens for piece in turn if id(piece.job) not in failed]
+        if not ran:
             return
-        took = self._clock() - started
-        waited = sum(started - entry.submitted for entry in done) / len(done)
-        weight = SMOOTHING if self._turns else 1.0
+        took, weight = now - started, SMOOTHING if self._turns else 1.0
         self._step_s += weight * (took - self._step_s)
-        self._queue_s += weight * (waited - self._queue_s)
+        if done:
+            waited = sum(result.waited_s for result in done) / len(done)
+            self._queue_s += (weight if self._queue_s else 1.0) * (waited - self._queue_s)
         self._turns += 1
-        self._tokens += sum(entry.tokens for entry in done)
+        self._turns_s += took
+        self._tokens += sum(ran)
         self._recent.append(took)
+
+
+def _cut(piece: Piece[_Entry]) -> Job:
+    """The piece as a job of its own."""
+    job = piece.job.job
+    if piece.start == 0 and piece.is_last:
+        return job
+    part = slice(piece.start, piece.stop)
+    return Job(
+        job.cache,
+        job.span,
+        job.position + piece.start,
+        None if job.ids is None else job.ids[part],
+        None if job.hidden is None else job.hidden[part],
+        job.sample if piece.is_last else None,
+    )
+
+
+def _synchronize(device: torch.device) -> None:
+    """So that the forward pass's own time is known; reading its results would wait all the same."""
+    module = getattr(torch, device.type, None)
+    if module is not None and hasattr(module, "synchronize"):
+        module.synchronize()
 
 
 def _draw(logits: npt.NDArray[np.float32], ask: SampleAt) -> tuple[int, Likelihoods | None]:
@@ -418,110 +520,3 @@ def _call_soon(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *
 
 def _line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
-
-
-# ---------------------------------------------------------------- trial steps
-
-
-def measure_speed(model: SpanModel, clock: Callable[[], float] = time.perf_counter) -> Speed:
-    """What decode and prefill really take here. Run it in the engine's thread (`Engine.call`).
-
-    Decode steps over several sub-spans of the claim are timed in turn, the best of each counts (what else
-    runs on the machine only ever adds), and `Speed`'s formula is fitted to them by least squares. What a
-    claim can't tell apart (one layer's time from a step's own) is shared out.
-    """
-    prefill_s = _prefill_s(model, clock)  # first: it also brings in the weights
-    spans = _trial_spans(model.span)
-    steps = [_trial_step(model, span) for span in spans]
-    best, begun, rounds = [float("inf")] * len(spans), clock(), 0
-    while rounds < 2 or (rounds < TRIAL_ROUNDS and clock() - begun < TRIAL_SECONDS):
-        best = [min(b, _timed(model, step, clock)) for b, step in zip(best, steps, strict=True)]
-        rounds += 1
-    features = [[1.0, len(s), s.start == 0, s.stop == model.layers_total] for s in spans]
-    step_s, layer_s, embed_s, head_s = _fit_non_negative(np.array(features, dtype=np.float64), np.array(best))
-    return Speed(
-        max(step_s, LEAST_STEP_S), layer_s, embed_s, head_s, prefill_s / TRIAL_TOKENS / len(model.span)
-    )
-
-
-def _fit_non_negative(features: FloatArray, seconds: FloatArray) -> list[float]:
-    """Least squares; a share that comes out negative is noise, so it is 0 and the others are fitted again."""
-    kept = list(range(features.shape[1]))
-    while True:
-        fitted = np.linalg.lstsq(features[:, kept], seconds, rcond=None)[0]
-        worst = int(np.argmin(fitted))
-        if fitted[worst] >= 0.0 or len(kept) == 1:
-            break
-        del kept[worst]
-    shares = dict(zip(kept, fitted, strict=True))
-    return [max(0.0, float(shares.get(column, 0.0))) for column in range(features.shape[1])]
-
-
-def _trial_spans(claim: Span) -> list[Span]:
-    a, b = claim.start, claim.stop
-    middle = (a + b) // 2
-    cuts = [(a, b), (a, a + 1), (b - 1, b), (a, middle), (middle, b), (a + 1, b - 1)]
-    return list(dict.fromkeys(Span(x, y) for x, y in cuts if x < y))
-
-
-def _trial_step(model: SpanModel, span: Span, tokens: int = 1) -> PackedStep:
-    is_last = span.stop == model.layers_total
-    row = Row(model.new_cache(tokens, span), 0, tokens, logits=int(is_last))
-    return PackedStep(span, [row], **_trial_input(model, tokens, span))
-
-
-def _prefill_s(model: SpanModel, clock: Callable[[], float]) -> float:
-    step = _trial_step(model, model.span, TRIAL_TOKENS)
-    _timed(model, step, clock)
-    return min(_timed(model, step, clock) for _ in range(2))
-
-
-def _trial_input(model: SpanModel, tokens: int, span: Span) -> dict[str, Tensor]:
-    if span.start == 0:
-        return {"ids": torch.zeros(tokens, dtype=torch.long)}
-    return {"hidden": torch.zeros(tokens, model.width, dtype=model.dtype)}
-
-
-def _timed(model: SpanModel, step: PackedStep, clock: Callable[[], float]) -> float:
-    started = clock()
-    output = model.forward(step)
-    output.hidden[-1, :1].cpu()  # waits for the device
-    return clock() - started
-
-
-def measure_workspace(model: SpanModel, tokens: int) -> int | None:
-    """Bytes that a prefill chunk needs beyond weights and KV, by a real one. None: can't be told here."""
-    step = _trial_step(model, model.span, tokens)
-    cache = step.rows[0].cache
-    cache.touch()  # its pages are KV, not workspace
-    if model.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(model.device)
-        before = torch.cuda.memory_allocated(model.device)
-        model.forward(step)
-        torch.cuda.synchronize(model.device)
-        return torch.cuda.max_memory_allocated(model.device) - before
-    before, code_before = _reset_peak(), _memory_line("RssFile")
-    model.forward(step)
-    peak, code_after = _memory_line("VmHWM"), _memory_line("RssFile")
-    if before is None or peak is None or code_before is None or code_after is None:
-        return None
-    # libraries' code that this step was the first to touch (up to 10 MiB were seen) is no workspace
-    return max(0, peak - before - (code_after - code_before))
-
-
-def _reset_peak() -> int | None:
-    """Linux: make the process's peak what it holds now, and say how much that is."""
-    try:
-        with open("/proc/self/clear_refs", "w") as refs:
-            refs.write("5")
-    except OSError:
-        return None
-    return _memory_line("VmRSS")
-
-
-def _memory_line(name: str) -> int | None:
-    try:
-        with open("/proc/self/status") as status:
-            return next(int(line.split()[1]) * 1024 for line in status if line.startswith(name))
-    except (OSError, StopIteration):
-        return None

@@ -96,8 +96,8 @@ class _WantedRows(nn.Module):
         self.head, self._slot = head, slot
 
     def forward(self, hidden: Tensor) -> Tensor:
-        assert self._slot.wanted is not None
-        logits: Tensor = self.head(hidden[:, self._slot.wanted])
+        wanted = self._slot.wanted  # None: asked all the same, by a family whose base model is the whole one
+        logits: Tensor = self.head(hidden[:, :0] if wanted is None else hidden[:, wanted])
         return logits
 
 

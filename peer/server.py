@@ -45,6 +45,7 @@ from swarm.errors import (
     MessageError,
     PeerFailed,
     SendQueueFull,
+    StepFailed,
     StreamClosed,
     SwarmError,
 )
@@ -111,6 +112,7 @@ class Server:
     ) -> None:
         self.node, self.transport, self.engine, self.pool = node, transport, engine, pool
         self.serving, self.config = serving, config
+        pool.on_free = engine.drop
         self.me = transport.identity.peer_id
         self.admission = admission or AdmissionConfig()
         self._opens = OpenRate(self.admission)
@@ -504,9 +506,7 @@ class HopRun:
         answer.add_done_callback(lambda done: self._computed(work, done))
 
     def _computed(self, work: Compute, answer: asyncio.Future[JobResult]) -> None:
-        if answer.cancelled():
-            return
-        error = answer.exception()
+        error = StepFailed(str(work.span), "the session was closed") if answer.cancelled() else answer.exception()
         if self.freed or isinstance(error, EngineStopped):  # stopped: this peer is closing, its links say so
             return
         if error is not None:

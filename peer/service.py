@@ -374,7 +374,8 @@ class PeerService:
             importlib.import_module, "peer.engine"
         )  # torch: 5 s in which the loop goes on
         from peer.cache import KvPool
-        from peer.engine import Engine, EngineConfig, measure_speed, measure_workspace
+        from peer.engine import Engine, EngineConfig
+        from peer.measure import measure_speed, measure_workspace
         from peer.weights import load_span, span_tensors
 
         source, plan, span = self.source, self.plan, self.span

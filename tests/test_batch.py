@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peer.batch import DECODE_TOKENS, MAX_WAITING, BatchConfig, Scheduler
+from peer.batch import MAX_WAITING, BatchConfig, Piece, Scheduler
+from peer.pace import DECODE_TOKENS, DEEPEST_DEBT, LEAST_PIECE
 from routing.spans import Span
 from swarm.errors import CapacityError
 
@@ -21,69 +23,111 @@ class Step:
     tokens: int = 1
     span: Span = WHOLE
     number: int = 0
+    chunk: int | None = None
 
 
 def scheduler(*steps: Step, prefill_tokens: int = 100, rows: int = 64) -> Scheduler[Step]:
     made: Scheduler[Step] = Scheduler(BatchConfig(prefill_tokens, rows))
     for step in steps:
-        made.add(step)
+        made.add(step, 0.0)
     return made
 
 
-def keys(steps: list[Step]) -> list[str]:
-    return [step.key for step in steps]
+def keys(turn: list[Piece[Step]]) -> list[str]:
+    return [piece.job.key for piece in turn]
+
+
+def turn(waiting: Scheduler[Step], took: float = 1.0, **options: int) -> list[Piece[Step]]:
+    """One turn from beginning to end."""
+    made = waiting.next(0.0, **options)
+    waiting.ended(made, 0.0, took)
+    for piece in made:
+        if not piece.is_last:
+            waiting.put_back(piece, took)
+    return made
+
+
+def parts(turn: list[Piece[Step]]) -> list[tuple[str, int, int]]:
+    return [(piece.job.key, piece.start, piece.stop) for piece in turn]
 
 
 def test_decode_steps_of_all_sessions_run_together() -> None:
     waiting = scheduler(Step("a"), Step("b"), Step("c"))
-    assert keys(waiting.next()) == ["a", "b", "c"]
-    assert waiting.next() == []
+    assert keys(turn(waiting)) == ["a", "b", "c"]
+    assert turn(waiting) == []
 
 
 def test_steps_over_other_layers_wait_for_their_own_turn() -> None:
     waiting = scheduler(Step("a"), Step("b", span=PART), Step("c"))
-    assert keys(waiting.next()) == ["a", "c"]
-    assert keys(waiting.next()) == ["b"]
+    assert keys(turn(waiting)) == ["a", "c"]
+    assert keys(turn(waiting)) == ["b"]
 
 
 def test_steps_of_one_session_run_one_at_a_time_and_in_order() -> None:
     waiting = scheduler(Step("a", number=1), Step("a", number=2), Step("b"))
-    assert [(s.key, s.number) for s in waiting.next()] == [("a", 1), ("b", 0)]
-    assert [(s.key, s.number) for s in waiting.next()] == [("a", 2)]
+    assert [(p.job.key, p.job.number) for p in turn(waiting)] == [("a", 1), ("b", 0)]
+    assert [(p.job.key, p.job.number) for p in turn(waiting)] == [("a", 2)]
 
 
-def test_prefill_stays_within_the_token_budget_and_behind_decode() -> None:
-    waiting = scheduler(Step("p", 60), Step("q", 60), Step("r", 40), Step("d"))
-    assert keys(waiting.next()) == ["d", "p", "r"]
-    assert keys(waiting.next()) == ["q"]
+def test_where_nobody_decodes_prompts_fill_the_whole_budget() -> None:
+    waiting = scheduler(Step("p", 60), Step("q", 60), Step("r", 40))
+    assert parts(turn(waiting)) == [("p", 0, 60), ("q", 0, 40)]
+    assert parts(turn(waiting)) == [("r", 0, 40), ("q", 40, 60)]
 
 
-def test_a_chunk_larger_than_the_budget_still_runs() -> None:
-    waiting = scheduler(Step("p", 500), Step("d"))
-    assert keys(waiting.next()) == ["d", "p"]
+def test_prompts_take_turns() -> None:
+    waiting = scheduler(Step("p", 250), Step("q", 150))
+    seen = [parts(turn(waiting)) for _ in range(4)]
+    assert seen == [[("p", 0, 100)], [("q", 0, 100)], [("p", 100, 200)], [("q", 100, 150), ("p", 200, 250)]]
+
+
+def test_no_piece_reaches_over_the_end_of_a_chunk() -> None:
+    waiting = scheduler(Step("p", 250, chunk=40), prefill_tokens=30)
+    assert [parts(turn(waiting))[0][1:] for _ in range(4)] == [(0, 30), (30, 40), (40, 70), (70, 80)]
+
+
+def test_beside_decode_steps_a_prompt_begins_small_and_only_when_their_cost_is_known() -> None:
+    waiting = scheduler(Step("p", 90), Step("d"))
+    assert parts(turn(waiting)) == [("d", 0, 1)]
+    waiting.add(Step("d"), 1.0)
+    assert parts(turn(waiting)) == [("d", 0, 1), ("p", 0, LEAST_PIECE)]
+
+
+def test_a_prompt_that_stands_aside_holds_up_nobody_over_other_layers() -> None:
+    waiting = scheduler(Step("p", 90), Step("d"), Step("e", span=PART))
+    assert keys(turn(waiting)) == ["d"]  # nothing is known yet, so the prompt stands aside
+    waiting.add(Step("d"), 1.0)
+    waiting.pace._credit_s = -100.0
+    assert keys(turn(waiting)) == ["e"]
 
 
 def test_a_prompt_is_not_starved_by_a_full_house_of_decoders() -> None:
     waiting = scheduler(Step("p", 50), *(Step(f"d{i}") for i in range(4)), rows=3)
-    assert "p" in keys(waiting.next())
+    seen: list[str] = []
+    for _ in range(3):
+        ran = keys(turn(waiting))
+        seen += ran
+        for key in ran:
+            if key != "p":
+                waiting.add(Step(key), 1.0)
+    assert "p" in seen
 
 
 def test_only_one_row_where_positions_depend_on_the_batch() -> None:
-    waiting = scheduler(Step("a"), Step("b"))
-    assert keys(waiting.next(most_rows=1)) == ["a"]
-    assert keys(waiting.next(most_rows=1)) == ["b"]
+    waiting = scheduler(Step("a"), Step("b"), Step("p", 50))
+    assert [keys(turn(waiting, most_rows=1)) for _ in range(3)] == [["a"], ["b"], ["p"]]
 
 
 def test_a_closed_session_takes_its_steps_with_it() -> None:
     waiting = scheduler(Step("a", number=1), Step("b"), Step("a", number=2))
     assert [s.number for s in waiting.drop("a")] == [1, 2]
-    assert keys(waiting.next()) == ["b"]
+    assert keys(turn(waiting)) == ["b"]
 
 
 def test_the_queue_is_bounded() -> None:
     waiting = scheduler(*(Step(str(i)) for i in range(MAX_WAITING)))
     with pytest.raises(CapacityError):
-        waiting.add(Step("one too many"))
+        waiting.add(Step("one too many"), 0.0)
 
 
 steps = st.builds(
@@ -92,24 +136,37 @@ steps = st.builds(
     st.integers(1, 150),
     st.sampled_from([WHOLE, PART]),
     st.integers(0, 1000),
+    st.sampled_from([None, 16, 64]),
 )
 
 
-@given(st.lists(steps, max_size=30), st.integers(1, 5))
-def test_every_step_runs_once_in_its_sessions_order_and_none_starves(
-    given_steps: list[Step], rows: int
+@given(st.lists(steps, max_size=30), st.integers(1, 5), st.floats(0.001, 5.0))
+def test_every_token_runs_once_in_its_sessions_order_and_none_starves(
+    given_steps: list[Step], rows: int, took: float
 ) -> None:
     waiting = scheduler(*given_steps, rows=rows)
-    ran: list[Step] = []
+    ran: list[Piece[Step]] = []
+    aside = 0
     while len(waiting):
-        before = list(waiting._waiting.values())
-        turn = waiting.next()
-        assert turn and len(turn) <= rows
-        assert any(step is before[0] for step in turn)  # the oldest always runs
-        assert len({step.span for step in turn}) == 1
-        assert len(set(keys(turn))) == len(turn)
-        prompts = [step.tokens for step in turn if step.tokens > DECODE_TOKENS]
-        assert len(prompts) <= 1 or sum(prompts) <= max(100, 150 + 100)
-        ran += turn
+        before = waiting._ready()
+        made = turn(waiting, took)
+        assert made and len(made) <= rows
+        assert len({piece.job.span for piece in made}) == 1
+        assert len(set(keys(made))) == len(made)
+        assert sum(p.tokens for p in made if p.job.tokens > DECODE_TOKENS) <= 100
+        runs = any(piece.job is before[0].job for piece in made)
+        decoding = [entry.job for entry in before if entry.decodes]
+        assert runs or (not before[0].decodes and any(piece.job is decoding[0] for piece in made))
+        aside = 0 if runs else aside + 1
+        assert aside <= DEEPEST_DEBT + 2  # and the turn in which nothing was known
+        ran += made
     for key in "abcdef":
-        assert [s for s in ran if s.key == key] == [s for s in given_steps if s.key == key]
+        own = [piece for piece in ran if piece.job.key == key]
+        whole = [(step, 0) for step in given_steps if step.key == key]
+        assert [(p.job, p.start) for p in own if p.start == 0] == whole
+        for step, _ in whole:
+            cut = [(p.start, p.stop) for p in own if p.job is step]
+            assert cut[0][0] == 0 and cut[-1][1] == step.tokens
+            assert all(a[1] == b[0] for a, b in pairwise(cut))
+            size = step.chunk or step.tokens
+            assert all(start // size == (stop - 1) // size for start, stop in cut)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import math
+import weakref
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,16 @@ import torch
 from transformers import PreTrainedModel
 
 from peer import engine as engine_module
+from peer.attention import Row
 from peer.batch import BatchConfig
 from peer.cache import KvPool
-from peer.engine import Engine, EngineConfig, Job, JobResult, measure_speed, measure_workspace, pack
+from peer.engine import Engine, EngineConfig, Job, JobResult, pack
 from peer.families import Way
 from peer.hop import SampleAt
 from peer.kv import KvSizes
+from peer.measure import measure_speed, measure_workspace
 from peer.model import PackedStep, SpanModel, StepOutput
+from peer.pace import LEAST_PIECE
 from peer.weights import load_span
 from routing.spans import Span
 from swarm.errors import BadInput, CacheFull, EngineStopped, OutOfStep, StepFailed
@@ -290,6 +294,117 @@ async def test_a_dropped_session_leaves_the_queue(model: SpanModel) -> None:
     await futures[0]
     await engine.stop(drain=True)
     assert futures[1].cancelled() and faulty.calls == [1]
+
+
+async def test_a_step_that_runs_in_pieces_is_answered_once_with_all_of_its_rows(
+    model: SpanModel, uncut: PreTrainedModel
+) -> None:
+    engine = Engine(model, EngineConfig(threads=1, batch=BatchConfig(prefill_tokens=10)))
+    engine.start()
+    ids, first, second = prompt(3, 34), Span(0, 2), Span(2, LAYERS)
+    whole, cache = model.new_cache(34, first), model.new_cache(34, second)
+    hop = await engine.submit(Job(whole, first, 0, ids=ids))
+    assert hop.output is not None and hop.output.shape == (34, 32) and engine.stats.turns == 4
+    alone = model.forward(PackedStep(first, [Row(model.new_cache(34, first), 0, 34)], ids=torch.tensor(ids)))
+    assert torch.allclose(hop.output, alone.hidden, atol=1e-5)
+    end = await engine.submit(Job(cache, second, 0, hidden=hop.output, sample=SampleAt(34, GREEDY, tuple(ids))))
+    assert end.token == reference(uncut, ids, 1)[0] and end.output is None
+    assert engine.stats.turns == 8 and engine.stats.tokens == 68 and cache.length == 34
+    assert end.computed_s > 0
+    await engine.stop()
+
+
+async def test_sessions_decode_beside_a_prompt_in_pieces(model: SpanModel, uncut: PreTrainedModel) -> None:
+    """Everybody's text is right, and a decode step never waits for the whole of the prompt."""
+    sizes: list[list[int]] = []
+    decode, loop = asyncio.Event(), asyncio.get_running_loop()
+
+    class Noting(Faulty):
+        def forward(self, step: PackedStep) -> StepOutput:
+            sizes.append([row.tokens for row in step.rows])
+            if sizes[-1] == [1, 1, 1]:
+                loop.call_soon_threadsafe(decode.set)
+            return SpanModel.forward(self, step)
+
+    engine = Engine(Noting(model))
+    engine.start()
+    decoding = [asyncio.create_task(generate(engine, prompt(s, 5), 40)) for s in range(3)]
+    await decode.wait()
+    begin, long = len(sizes), prompt(9, 120)
+    assert await generate(engine, long, 2) == reference(uncut, long, 2)
+    assert [await task for task in decoding] == [reference(uncut, prompt(s, 5), 40) for s in range(3)]
+    await engine.stop()
+    pieces = [n for turn in sizes[begin:] for n in turn if n > 1]
+    assert sum(pieces) == 120 and len(pieces) > 1 and pieces[0] == LEAST_PIECE
+
+
+async def test_a_failure_in_a_later_piece_fails_the_step_and_the_rest_is_not_run(model: SpanModel) -> None:
+    faulty = Faulty(model)
+    engine = Engine(faulty, EngineConfig(batch=BatchConfig(prefill_tokens=10)))
+    engine.start()
+    cache = model.new_cache(60)
+    with pytest.raises(StepFailed, match="out of memory"):
+        await engine.submit(Job(cache, WHOLE, 0, ids=[5] * 15 + [faulty.poison] + [5] * 30))
+    assert faulty.calls == [1, 1] and cache.length == 10 and engine.stats.failed == 1
+    with pytest.raises(CacheFull):  # told before the first piece has run
+        await engine.submit(Job(cache, WHOLE, 10, ids=[5] * 51))
+    assert faulty.calls == [1, 1] and cache.length == 10
+    assert (await engine.submit(Job(cache, WHOLE, 10, ids=[5] * 40))).packed == 1
+    await engine.stop()
+
+
+async def test_a_session_that_is_dropped_while_it_runs_is_not_run_to_its_end(model: SpanModel) -> None:
+    engine = Engine(model, EngineConfig(batch=BatchConfig(prefill_tokens=10)))
+    cache, calls, loop = model.new_cache(60), list[int](), asyncio.get_running_loop()
+    begun = asyncio.Event()
+
+    class Slow(Faulty):
+        def forward(self, step: PackedStep) -> StepOutput:
+            calls.append(step.rows[0].tokens)
+            asyncio.run_coroutine_threadsafe(drop(), loop).result()
+            return SpanModel.forward(self, step)
+
+    async def drop() -> None:
+        engine.drop(cache)
+        begun.set()
+
+    engine.model = Slow(model)
+    engine.start()
+    running = engine.submit(Job(cache, WHOLE, 0, ids=[5] * 50))
+    await begun.wait()
+    await engine.stop(drain=True)
+    assert running.cancelled() and calls == [10] and engine.stats.waiting == 0
+
+
+async def test_a_closed_session_s_memory_is_free_while_the_engine_has_nothing_to_do(model: SpanModel) -> None:
+    engine = Engine(model)
+    engine.start()
+    cache = model.new_cache(60)
+    await engine.submit(Job(cache, WHOLE, 0, ids=[5] * 20))
+    engine.drop(cache)
+    held = weakref.ref(cache)
+    del cache
+    await engine.call(lambda: None)  # the engine has left the turn
+    assert held() is None
+    await engine.stop()
+
+
+async def test_the_forward_pass_is_told_apart_from_the_rest_of_a_turn(model: SpanModel) -> None:
+    """On a clock that moves only in the model and in what is drawn."""
+    now = 0.0
+
+    class Timed(Faulty):
+        def forward(self, step: PackedStep) -> StepOutput:
+            nonlocal now
+            now += 2.0
+            return SpanModel.forward(self, step)
+
+    engine = Engine(Timed(model), clock=lambda: now)
+    engine.start()
+    await generate(engine, prompt(1, 4), 5)
+    await engine.stop()
+    stats = engine.stats
+    assert (stats.turns, stats.forward_s, stats.turns_s, stats.lingered_s) == (5, 10.0, 10.0, 0.0)
 
 
 async def test_a_model_whose_positions_depend_on_the_batch_runs_alone(model: SpanModel) -> None:

@@ -15,15 +15,18 @@ from hypothesis import strategies as st
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 from peer.attention import Row
+from peer.batch import BatchConfig
 from peer.cache import KvPool, SessionCache
-from peer.engine import Engine, Job, JobResult
+from peer.engine import Engine, EngineConfig, Job
 from peer.families import Way
+from peer.hop import SampleAt
 from peer.kv import KvSizes, LayerKV, Reach, Rewinds
 from peer.model import PackedStep, SpanModel, StepOutput
 from peer.outline import outline
 from peer.weights import load_span
 from routing.spans import Span
 from swarm.errors import CannotRewind
+from swarm.messages import Sampling
 from tests.tiny import COMMON, LAYERS, MemoryCheckpoint
 
 torch.set_num_threads(1)
@@ -183,15 +186,15 @@ def test_windows_are_found_in_every_way_that_a_config_says_them() -> None:
     }
 
 
-async def test_a_step_whose_windows_a_failed_pass_has_moved_on_is_not_run_again() -> None:
-    """Longer than a chunk: the pass wrote over what the step itself sees first. Its neighbour has all it needs."""
+async def test_steps_longer_than_a_chunk_run_in_pieces_and_again_where_a_pass_failed() -> None:
+    """No pass moves a window past what a step that may have to run again, or be taken back, sees first."""
     checkpoint = MemoryCheckpoint(uncut("mistral"))
     model = load_span(checkpoint, Span(0, LAYERS), torch.float32)
     checkpoint.close()
-    plain, calls = model.forward, list[int]()
+    plain, calls = model.forward, list[list[int]]()
 
     def failing(step: PackedStep) -> StepOutput:
-        calls.append(len(step.rows))
+        calls.append([row.tokens for row in step.rows])
         made = plain(step)
         if len(step.rows) > 1:
             raise RuntimeError("out of memory after the last layer")
@@ -205,13 +208,38 @@ async def test_a_step_whose_windows_a_failed_pass_has_moved_on_is_not_run_again(
             cache.begin(at, 4)
             plain(PackedStep(model.span, [Row(cache, at, 4)], ids=torch.tensor(ids[at : at + 4])))
             cache.finish(at + 4)
-    jobs = [Job(long, model.span, 20, ids=ids[20:40]), Job(short, model.span, 20, ids=ids[20:22])]
+    ask = [SampleAt(stop, Sampling(), ()) for stop in (40, 30)]
+    jobs = [Job(long, model.span, 20, ids=ids[20:40], sample=ask[0])]
+    jobs += [Job(short, model.span, 20, ids=ids[20:30], sample=ask[1])]
     futures = [engine.submit(job) for job in jobs]
     engine.start()
-    failed, good = await asyncio.gather(*futures, return_exceptions=True)
+    results = await asyncio.gather(*futures)
     await engine.stop()
-    assert isinstance(failed, CannotRewind) and failed.position == 20
-    assert isinstance(good, JobResult) and calls == [2, 1]
+    expected = right("mistral", ids).argmax(-1)
+    assert [result.token for result in results] == [expected[39], expected[29]]
+    assert calls[:6] == [[4, 4], [4], [4], [4, 4], [4], [4]] and calls[-2:] == [[4], [4]]
+
+
+@pytest.mark.parametrize("family", ["mistral", "llama4", "gemma3"])
+async def test_windows_keep_what_a_rewind_needs_however_a_chunk_is_cut_into_pieces(family: str) -> None:
+    """Pieces of 3 of a chunk of 8, then back by as much as is promised from the chunk's start."""
+    checkpoint = MemoryCheckpoint(uncut(family))
+    model = load_span(checkpoint, Span(0, LAYERS), torch.float32)
+    checkpoint.close()
+    reach = Reach(rewind=5, chunk=8)
+    ids, cache = text(2, 60), model.new_cache(60, reach=reach)
+    back = Rewinds.over(tuple(layer.kv for layer in cache.layers), reach)
+    engine = Engine(model, EngineConfig(batch=BatchConfig(prefill_tokens=3)))
+    engine.start()
+    for at in range(0, 40, 10):  # each longer than a chunk
+        back.wrote(at, 10)
+        await engine.submit(Job(cache, model.span, at, ids=ids[at : at + 10]))
+    start = back.oldest
+    assert 0 < start == 38 - reach.rewind  # the last chunk began at 38
+    ask = SampleAt(start + 9, Sampling(), ())
+    result = await engine.submit(Job(cache, model.span, start, ids=ids[start : start + 9], sample=ask))
+    await engine.stop()
+    assert result.token == right(family, ids[: start + 9])[-1].argmax()
 
 
 # ---------------------------------------------------------------- the store alone
