@@ -19,8 +19,8 @@ from swarm.client import CLOSED, AsyncClient
 from swarm.errors import UsageError
 from swarm.generation import Completion, Generation, Piece, RepairEvent, ServedBy
 from swarm.options import Options
+from swarm.prompts import Prompt
 from swarm.registry import PeerEntry
-from swarm.tokenizer import Prompt
 
 T = TypeVar("T")
 

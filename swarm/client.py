@@ -16,39 +16,35 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Unpack
 
+from swarm.bundles import Bundles
 from swarm.chains import LiveModel, ModelStatus, choose_model, live_models, make_plan, model_status, plan_chain
 from swarm.driver import SessionDriver
 from swarm.errors import (
-    MessageError,
     NoRoute,
     PromptTooLong,
     SwarmError,
     UnknownModel,
-    Unreachable,
     UsageError,
 )
 from swarm.following import Following
 from swarm.generation import Completion, Generation, Opening
 from swarm.identity import Identity, PeerId
 from swarm.lan import Lan, lan_wanted
-from swarm.messages import Files, GetFiles, ModelSeen
+from swarm.messages import ModelSeen
 from swarm.node import Node
 from swarm.options import Options, Wanted, seeds_of
 from swarm.plans import Plan, PlanRequest, Timings
+from swarm.prompts import Prompt
 from swarm.registry import PeerEntry
 from swarm.session import Session, SessionConfig
 from swarm.state import StateDir
-from swarm.tokenizer import MAX_FILE_BYTES, EncodedPrompt, Prompt, TextCodec, bundle_hash
+from swarm.tokenizer import EncodedPrompt
 from swarm.transport import Transport
 
 DEFAULT_MAX_TOKENS = 512
 PING_BUDGET_S = 0.3       # before the first plan: a route that avoids one slow link is worth it
 ASK_AGAIN_S = 60.0        # before a peer that didn't answer is pinged again
 MOST_PINGED = 16          # beyond it, the estimate from those measured will do
-FILES_TIMEOUT_S = 30.0    # a big tokenizer over a slow line
-MAX_FILES_BYTES = sum(MAX_FILE_BYTES.values()) + (1 << 20)  # each at its own limit, and what we don't read
-MOST_ASKED_FOR_FILES = 8  # peers that are asked for the tokenizer, one after the other; all but the dead have it
-MOST_CODECS = 8           # tokenizers kept, each with a template worker; the oldest goes first
 SESSION_ID_BYTES = 16
 PREFILL_CHUNK = SessionConfig.chunk  # what a peer runs per prefill step unless told otherwise; only for estimates
 CLOSED = "this client is closed; make a new one"
@@ -85,8 +81,7 @@ class AsyncClient:
         self._transport: Transport | None = None
         self._closed = False
         self._connecting = asyncio.Lock()
-        self._codecs: dict[bytes, TextCodec] = {}
-        self._fetching = asyncio.Lock()
+        self._bundles = Bundles(lambda peer: self._require_node().link(peer))
         self._drivers: weakref.WeakSet[SessionDriver] = weakref.WeakSet()
         self._asked: dict[PeerId, float] = {}  # peers that were pinged, when
         self._rng = random.Random()
@@ -132,10 +127,7 @@ class AsyncClient:
                 self._node = self._transport = None
                 await node.close()
                 await transport.close()
-        async with self._fetching:
-            for codec in self._codecs.values():
-                await codec.aclose()
-            self._codecs.clear()
+        await self._bundles.aclose()
 
     # ------------------------------------------------------------ generating
 
@@ -180,11 +172,12 @@ class AsyncClient:
 
     async def _open(self, prompt: Prompt, wanted: Wanted) -> Opening:
         started = asyncio.get_running_loop().time()
+        self._bundles.warm()
         await self.connect()
         live = await self._find(wanted.model or self._model)
-        codec = await self._codec(live)
-        encoded = await codec.encode_prompt(prompt, raw=wanted.raw)
-        await self._measure_once(live)
+        (codec, encoded), _ = await asyncio.gather(
+            self._bundles.encode(live, prompt, wanted.raw), self._measure_once(live)
+        )
         limit, notes = self._limit(live, encoded, wanted.max_tokens)
         sampling = wanted.sampling(codec.defaults, codec.vocab_size, answer_from=len(encoded.ids))
         names: dict[PeerId, str] = {}
@@ -337,54 +330,6 @@ class AsyncClient:
         if strangers:
             self._asked |= dict.fromkeys(strangers, now)
             await self._require_node().measure(strangers, timeout_s=PING_BUDGET_S)
-
-    # ------------------------------------------------------------ the tokenizer
-
-    async def _codec(self, live: LiveModel) -> TextCodec:
-        """The tokenizer of a model, from any peer that has it, checked against the signed hash."""
-        async with self._fetching:  # so that generations that begin together fetch it once
-            self._require_node()
-            return await self._known_or_fetched(live)
-
-    async def _known_or_fetched(self, live: LiveModel) -> TextCodec:
-        entries = sorted(live.entries, key=lambda entry: entry.heartbeat.state != "serving")
-        for entry in entries:
-            known = self._codecs.get(entry.descriptor.tokenizer_hash)
-            if known is not None:
-                return known
-        problem: SwarmError = NoRoute(live.name, "0", 0, 0, "no peer is left that could send the tokenizer")
-        for entry in entries[:MOST_ASKED_FOR_FILES]:
-            wanted = entry.descriptor.tokenizer_hash
-            try:
-                files = await self._fetch_files(entry.descriptor.peer, wanted)
-                codec = await asyncio.to_thread(TextCodec.from_files, files)  # may take seconds
-            except SwarmError as error:
-                problem = error
-                continue
-            if len(self._codecs) >= MOST_CODECS:
-                await self._codecs.pop(next(iter(self._codecs))).aclose()
-            self._codecs[wanted] = codec
-            return codec
-        raise problem
-
-    async def _fetch_files(self, peer: PeerId, wanted: bytes) -> dict[str, bytes]:
-        link = await self._require_node().link(peer)
-        stream = link.open_stream()
-        stream.max_message_bytes = MAX_FILES_BYTES
-        try:
-            async with asyncio.timeout(FILES_TIMEOUT_S):
-                await stream.send(GetFiles(wanted))
-                answer = await stream.receive()
-        except TimeoutError:
-            raise Unreachable(peer[:8], f"no tokenizer within {FILES_TIMEOUT_S:.0f} s") from None
-        finally:
-            stream.reset("done")
-        if not isinstance(answer, Files):
-            raise MessageError(f"peer {peer[:8]} answered {type(answer).__name__} instead of the tokenizer")
-        files = {name: bytes(tensor.data) for name, tensor in answer.tensors.items()}
-        if bundle_hash(files) != wanted:
-            raise MessageError(f"peer {peer[:8]} sent a tokenizer that isn't the one it signed for")
-        return files
 
     # ------------------------------------------------------------ looking
 

@@ -33,6 +33,16 @@ CLEAN_UP_REACH = 4  # one more than the longest run of other characters after a 
 LONGEST_HELD_TOKENS = 8  # of a decoder we don't know: a character has 4 bytes, so 4 tokens would do
 
 
+def _byte_of() -> dict[str, int]:
+    """The characters that byte-level BPE writes bytes as (GPT-2's bytes_to_unicode)."""
+    plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    moved = [byte for byte in range(256) if byte not in plain]
+    return {chr(byte): byte for byte in plain} | {chr(256 + place): byte for place, byte in enumerate(moved)}
+
+
+BYTE_OF = _byte_of()
+
+
 class IdStage(Protocol):
     def feed(self, ids: Sequence[int]) -> str: ...
     def flush(self) -> str: ...
@@ -45,8 +55,9 @@ class ByteLevelStage:
     (The Unicode Standard, chapter 3.9), so only a character that is still incomplete is held.
     """
 
-    def __init__(self, token_bytes: Callable[[int], bytes]) -> None:
-        self._token_bytes = token_bytes
+    def __init__(self, text: Callable[[int], str | None]) -> None:
+        """text(id): how the vocabulary spells a token, None for those without text."""
+        self._text = text
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def feed(self, ids: Sequence[int]) -> str:
@@ -54,6 +65,13 @@ class ByteLevelStage:
 
     def flush(self) -> str:
         return self._decoder.decode(b"", final=True)
+
+    def _token_bytes(self, token_id: int) -> bytes:
+        text = self._text(token_id) or ""
+        try:
+            return bytes(map(BYTE_OF.__getitem__, text))
+        except KeyError:  # an added token, spelled as it is
+            return text.encode()
 
 
 class WindowStage:

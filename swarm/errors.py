@@ -35,6 +35,7 @@
         ├── Flooded              too much of what is cheap to send: costs the connection, and a time outside
         ├── MessageError         costs the stream only
         ├── TemplateFailed       the model's chat template is broken or reached a limit; nothing was sent
+        ├── TokenizerFailed      the model's tokenizer is broken or reached a limit; nothing was sent
         └── StreamClosed         the other side ended or reset this stream
 
 Three failures are never mixed: `PeerFailed`/`LinkFailed`, `Refused`, and our own bugs, which are
@@ -255,6 +256,14 @@ class TemplateFailed(RemoteError):
     def __init__(self, reason: str) -> None:
         self.reason = reason
         super().__init__(f"the model's chat template failed: {reason}; a raw prompt works without it")
+
+
+class TokenizerFailed(RemoteError):
+    """The tokenizer that came with the model is at fault. Nothing was sent."""
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+        super().__init__(f"the model's tokenizer failed: {reason}; name the peers to use (only=...) if you know any")
 
 
 class StreamClosed(RemoteError):

@@ -266,7 +266,7 @@ class _Progress:
             raise UsageError(f"can't keep {tokens} tokens of an answer of which {len(self._ids)} were read")
         if text and opening.logprobs:
             raise UsageError("text that is put in has no logprobs: leave it out, or don't ask for them")
-        added = opening.codec.encode_after(text)
+        added = await opening.codec.encode_after(text)
         ids = [*self._ids[:tokens], *added]
         limit = self._limit if max_tokens is None else start + max_tokens
         if start + len(ids) >= limit:

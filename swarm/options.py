@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
 from swarm.errors import UsageError
+from swarm.facts import SamplingDefaults
 from swarm.messages import (
     MAX_BIAS,
     MAX_BIASED,
@@ -21,7 +22,7 @@ from swarm.messages import (
     MIN_REPETITION,
     Sampling,
 )
-from swarm.tokenizer import SamplingDefaults, check_stop
+from swarm.prompts import check_stop
 
 SEEDS = 1 << 63
 MAX_ANSWERS = 64  # to one prompt at once: each is a session of its own on every hop

@@ -14,6 +14,7 @@ import torch
 
 from peer.source import ModelSource
 from swarm import AsyncClient, Client
+from swarm.bundles import Bundles
 from swarm.client import join_addresses
 from swarm.errors import (
     AmbiguousModel,
@@ -297,13 +298,13 @@ async def test_generations_that_begin_together_fetch_the_tokenizer_once(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fetched = []
-    fetch = AsyncClient._fetch_files
+    fetch = Bundles._files
 
-    async def counted(self: AsyncClient, peer: Any, wanted: bytes) -> dict[str, bytes]:
+    async def counted(self: Bundles, peer: Any, wanted: bytes) -> dict[str, bytes]:
         fetched.append(peer)
         return await fetch(self, peer, wanted)
 
-    monkeypatch.setattr(AsyncClient, "_fetch_files", counted)
+    monkeypatch.setattr(Bundles, "_files", counted)
     async with tiny.client(chain="one") as client:
         await asyncio.gather(*(client.generate("Why?", max_tokens=2) for _ in range(4)))
     assert len(fetched) == 1

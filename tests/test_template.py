@@ -129,7 +129,7 @@ def context(chat: list[dict[str, str]]) -> dict[str, object]:
 
 
 def worker_pid(renderer: TemplateRenderer) -> int:
-    return renderer._workers[0]._process.pid
+    return renderer._confined._processes[0]._process.pid
 
 
 @pytest.mark.parametrize("chat", CHATS.values(), ids=CHATS)
@@ -235,7 +235,7 @@ async def test_rendering_leaves_the_event_loop_free_and_close_ends_it() -> None:
         endless = asyncio.create_task(slow.render_async(ENDLESS, {}))
         assert await quick.render_async("done", {}) == "done"
         assert not endless.done()
-        while not slow._workers:
+        while not slow._confined._processes:
             await quick.render_async("", {})
         slow.close()
         with pytest.raises(TemplateFailed):
@@ -262,7 +262,7 @@ renderer = TemplateRenderer(TemplateLimits(render_s=1))
 renderer.render("", {})
 if sys.argv[2]:
     threading.Thread(target=renderer.render, args=(sys.argv[2], {})).start()
-print(renderer._workers[0]._process.pid, flush=True)
+print(renderer._confined._processes[0]._process.pid, flush=True)
 sys.stdin.read()
 """
 

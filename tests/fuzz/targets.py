@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import io
 import json
 import random
 import shutil
@@ -26,7 +27,7 @@ from peer.directory import DirectoryFiles
 from peer.gguf_header import read_gguf_header
 from peer.layout import load_config, read_layout
 from peer.safetensors_header import parse_header
-from swarm import addresses, messages, packing, template
+from swarm import addresses, confined, messages, packing, template, tokenizer, tokenizer_worker
 from swarm.errors import (
     BrokenModel,
     IdentityError,
@@ -35,8 +36,10 @@ from swarm.errors import (
     RemoteError,
     SwarmError,
     TemplateFailed,
+    TokenizerFailed,
     UsageError,
 )
+from swarm.facts import ModelFacts
 from swarm.identity import Identity, PeerId
 from swarm.messages import Delta, Message, Told, Where
 from swarm.noise import Handshake
@@ -44,7 +47,6 @@ from swarm.records import SIGNATURE_BYTES, check_signature, open_record, read_re
 from swarm.registry import Kind, Registry
 from swarm.state import KnownHosts, StateDir, _load_key
 from swarm.tensors import read_floats, read_ids
-from swarm.tokenizer import ModelFacts, TextCodec
 from swarm.wire import Closed, Connection, MessageReceived, Priority, StreamReset
 from tests.fuzz import samples, values
 from tests.fuzz.mutate import ODD_FOR_JSON, ODD_FOR_MSGPACK, mutated_bytes, mutated_tree
@@ -431,15 +433,28 @@ def tokenizer_input(rng: random.Random) -> bytes:
 
 
 def feed_tokenizer(data: bytes) -> bool:
+    """What the process does that reads a tokenizer, and what is done here with its answer."""
     files: dict[str, bytes] = msgpack.unpackb(data)
-    codec = TextCodec.from_files(files)
-    ids = codec.encode_prompt_blocking("The quick brown fox, 你好 👋🏽\n\x00", raw=True).ids
-    answer = codec.detokenizer(["fox"])
+    facts, worker = tokenizer._checked_facts(files), tokenizer_worker.Made()
+    wanted = {name: content for name, content in files.items() if name != "model.json"}
+    answer = asked(worker, {"do": "load", "names": list(wanted)}, *wanted.values())
+    loaded = tokenizer.Loaded.of(answer)
+    text = "The quick brown fox, 你好 👋🏽\n\x00".encode()
+    ids = tokenizer.ids_of(asked(worker, {"do": "encode", "special": True}, text))
+    codec = tokenizer.TextCodec(facts, loaded, tokenizer.TokenizerProcess(), template.TemplateRenderer())
+    answer_text = codec.detokenizer(["fox"])
     for token in (*ids, 0, 1, 2, 5, 300, 4095):
-        answer.push([token])
-    answer.finish()
+        answer_text.push([token])
+    answer_text.finish()
     codec.decode(ids)
     return True
+
+
+def asked(worker: tokenizer_worker.Made, request: dict[str, object], *blobs: bytes) -> confined.Said:
+    fields, sent = worker.answer(request, list(blobs))
+    answer = confined.Said(json.loads(json.dumps(fields)), tuple(sent))
+    tokenizer._usable(answer)
+    return answer
 
 
 @cache
@@ -454,27 +469,63 @@ def feed_template(data: bytes) -> bool:
     return True
 
 
-REPLIES = (
-    {"text": "hello"},
-    {"raised": "roles must alternate"},
-    {"failed": "it ran out of memory", "ends": True},
-    {"ready": True},
+TEXT = b"hello"
+VOCABULARY = (b"hello world", b"\x05\0\0\0\x0b\0\0\0", b"\1\2", b"{{ messages }}")
+DECODER = {"type": "Sequence", "decoders": [{"type": "Replace", "pattern": {"String": "_"}, "content": " "}]}
+LOADED = {"variables": {"bos_token": "world"}, "cleaned": True, "decoder": DECODER, "template": True}
+REPLIES: tuple[tuple[dict[str, object], tuple[bytes, ...]], ...] = (
+    ({}, (TEXT,)),
+    ({"raised": "roles must alternate"}, ()),
+    ({"failed": "it ran out of memory", "ends": True}, ()),
+    ({"ready": True}, ()),
+    ({"unusable": "tokenizer.json is not JSON"}, ()),
+    (LOADED, VOCABULARY),
 )
 
 
-def replies() -> list[bytes]:
-    return [json.dumps(REPLIES[0]).encode() + b"\n"]
+def reply(fields: dict[str, object], blobs: tuple[bytes, ...]) -> bytes:
+    return json.dumps({**fields, "sizes": [len(blob) for blob in blobs]}).encode() + b"\n" + b"".join(blobs)
+
+
+def rendered() -> list[bytes]:
+    return [reply(*REPLIES[0])]
+
+
+def loaded() -> list[bytes]:
+    return [reply(*REPLIES[-1])]
 
 
 def reply_input(rng: random.Random) -> bytes:
-    return json_or_bytes(lambda: [json.dumps(one).encode() + b"\n" for one in REPLIES], rng)
+    fields, blobs = rng.choice(REPLIES)
+    if rng.random() < 0.3:
+        return mutated_bytes(rng, reply(fields, blobs), [reply(*one) for one in REPLIES])
+    tree = mutated_tree(rng, fields, ODD_FOR_JSON)
+    sent = tuple(mutated_bytes(rng, blob, [blob]) if rng.random() < 0.3 else blob for blob in blobs)
+    if not isinstance(tree, dict):
+        return json.dumps(tree).encode("utf-8", "surrogatepass") + b"\n" + b"".join(sent)
+    return reply(tree, sent)
 
 
-def feed_reply(data: bytes) -> bool:
+def said(data: bytes) -> confined.Said:
+    answer = confined.read_answer(io.BytesIO(data), 1 << 20)
+    if answer is None:
+        raise TokenizerFailed("it broke its process")
+    return answer
+
+
+def feed_rendered(data: bytes) -> bool:
     """What the process that renders templates says, should a template have taken it over."""
-    worker = template._Worker.__new__(template._Worker)
-    worker._line = lambda request, seconds, late: data  # type: ignore[method-assign]
-    template._text_of(worker._exchange(b"", 1.0, "it broke the process that renders it"))
+    template.text_of(said(data))
+    return True
+
+
+def feed_loaded(data: bytes) -> bool:
+    """The same of the one that reads tokenizers."""
+    answer = said(data)
+    tokenizer._usable(answer)
+    vocabulary = tokenizer.Loaded.of(answer).vocabulary
+    vocabulary.decode([0, 1, 2, 1 << 40])
+    vocabulary.special(1)
     return True
 
 
@@ -545,7 +596,7 @@ def written_listing(data: bytes) -> Path:
 
 HANDSHAKE: Errors = (RemoteError, IdentityError)
 
-REPLY: Errors = (TemplateFailed, UsageError)
+REPLY: Errors = (TemplateFailed, TokenizerFailed, UsageError)
 
 TARGETS: tuple[Target, ...] = (
     Target("handshake: a listener", 1_400, HANDSHAKE, lambda: [transcript()[0]], partial(feed_handshake, listener, 0)),
@@ -559,9 +610,10 @@ TARGETS: tuple[Target, ...] = (
     Target("GGUF headers", 1_200, (BrokenModel,), samples.gguf_files, feed_gguf),
     Target("model configurations", 300, (ModelError,), samples.configs, feed_config, config_input),
     Target("a model's facts", 500, (MessageError,), samples.facts, feed_facts, facts_input),
-    Target("tokenizers", 400, (MessageError, UsageError), tokenizers, feed_tokenizer, tokenizer_input),
+    Target("tokenizers", 400, (MessageError, TokenizerFailed, UsageError), tokenizers, feed_tokenizer, tokenizer_input),
     Target("chat templates", 200, REPLY, samples.templates, feed_template),
-    Target("a taken renderer's replies", 400, REPLY, replies, feed_reply, reply_input),
+    Target("a taken renderer's replies", 400, REPLY, rendered, feed_rendered, reply_input),
+    Target("a taken tokenizer's replies", 400, (MessageError, TokenizerFailed), loaded, feed_loaded, reply_input),
     Target("addresses", 1_000, (UsageError,), lambda: [a.encode() for a in ADDRESSES], feed_address),
     Target("state files", 300, (IdentityError,), state_files, feed_state, state_input),
 )
