@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from swarm.neighbour import Neighbour
 from swarm.table import Table
 
-ASK_TIMEOUT_S = 2.0  # then the next one who offered it is asked
-MAX_TRIES = 6
+ASK_TIMEOUT_S = 1.0  # then the next one who offered it is asked; a round trip around the world takes a third of it
+MAX_TRIES = 12  # with 30% of all messages lost, an ask and its answer get through every other time
 MAX_ASKED = 8192
 MAX_OTHERS = 7  # who else offered the same, remembered
 

@@ -75,7 +75,8 @@ class Neighbour:
     snapshot_only: Models | None = None
     digest_heard_at: dict[bool, float] = field(default_factory=dict)
     offers_due: float | None = None
-    _offers: dict[PeerId, bool] = field(default_factory=dict)  # -> it is more than a renewal
+    _changes: dict[PeerId, None] = field(default_factory=dict)  # to be offered at once
+    _renewals: dict[PeerId, None] = field(default_factory=dict)  # to be offered when `offers_due`
     _asks: dict[bytes, bool] = field(default_factory=dict)  # -> with the descriptor
     _answers: dict[bytes, bool] = field(default_factory=dict)  # -> with the descriptor
     _objections: dict[PeerId, None] = field(default_factory=dict)
@@ -84,9 +85,18 @@ class Neighbour:
     _snapshots_told: int = 0
 
     def offer(self, peer: PeerId, change: bool, now: float) -> None:
-        self._offers[peer] = change or self._offers.get(peer, False)
-        due = now if change else now + BATCH_S
-        self.offers_due = due if self.offers_due is None else min(self.offers_due, due)
+        if change:
+            self._renewals.pop(peer, None)
+            self._changes[peer] = None
+        elif peer not in self._changes:
+            self._renewals[peer] = None
+            if self.offers_due is None:
+                self.offers_due = now + BATCH_S
+
+    def unoffer(self, peer: PeerId) -> None:
+        """It has just offered us the same."""
+        self._changes.pop(peer, None)
+        self._renewals.pop(peer, None)
 
     def ask(self, identifier: bytes, full: bool) -> None:
         self._asks[identifier] = full
@@ -120,14 +130,17 @@ class Neighbour:
 
     def has_message(self, now: float) -> bool:
         """Whether `next_message` is worth a call."""
-        offers = self.offers_due is not None and self.offers_due <= now
-        owed = self.greeting or self._answers or self._objections or self.models or self.digest or self._snapshots
-        return offers or self._may_ask(now) or bool(owed) or (self.visitor and self.greeted)
+        if self._changes or (self.offers_due is not None and self.offers_due <= now):
+            return True
+        owed = self._answers or self.digest or self.greeting or self._objections or self.models or self._snapshots
+        return bool(owed) or self._may_ask(now) or (self.visitor and self.greeted)
 
     def due_at(self, now: float) -> float | None:
         """When there will be something to say that has to wait until then."""
-        times = [self.offers_due, self.share.ready_at(now) if self._asks else None]
-        return min((at for at in times if at is not None), default=None)
+        if not self._asks:
+            return self.offers_due
+        ready_at = self.share.ready_at(now)
+        return ready_at if self.offers_due is None else min(self.offers_due, ready_at)
 
     def next_message(self, table: Table, now: float) -> Message | None:
         """What goes out next, or None. At most 16 KiB."""
@@ -185,18 +198,12 @@ class Neighbour:
         return Delta(tuple(packed.records)) if packed.records else None
 
     def _next_offer(self, table: Table, now: float) -> Offer | None:
-        if self.offers_due is None or self.offers_due > now:
-            return None
-        renewals: list[bytes] = []
-        changes: list[bytes] = []
-        while self._offers and len(renewals) + len(changes) < MAX_IDS:
-            peer = next(iter(self._offers))
-            change = self._offers.pop(peer)
-            held = _alive(table, peer, now)
-            if held is not None:
-                (changes if change else renewals).append(held.head_id)
-        self.offers_due = now if self._offers else None
-        return Offer(tuple(renewals), tuple(changes)) if renewals or changes else None
+        changes = _taken(self._changes, table, now)
+        renewals: tuple[bytes, ...] = ()
+        if self.offers_due is not None and self.offers_due <= now:
+            renewals = _taken(self._renewals, table, now)
+            self.offers_due = now if self._renewals else None
+        return Offer(renewals, changes) if renewals or changes else None
 
     def _next_models(self) -> ModelList | None:
         models, self.models = self.models, None
@@ -239,6 +246,18 @@ class _Packer:
 
 def _size(told: Told) -> int:
     return len(told.head) + len(told.descriptor or b"") + TOLD_OVERHEAD_BYTES
+
+
+def _taken(peers: dict[PeerId, None], table: Table, now: float) -> tuple[bytes, ...]:
+    """Take as many as one message holds, and say which heads of theirs are held now."""
+    found: list[bytes] = []
+    while peers and len(found) < MAX_IDS:
+        peer = next(iter(peers))
+        del peers[peer]
+        held = _alive(table, peer, now)
+        if held is not None:
+            found.append(held.head_id)
+    return tuple(found)
 
 
 def _alive(table: Table, peer: PeerId, now: float) -> Held | None:

@@ -342,8 +342,11 @@ class Registry:
     def deadline(self) -> float:
         """When `tick` or `next_message` has something to do again, if nothing happens before."""
         times = [self._circle.deadline, self._digest_at, self.table.next_lapse]
-        due = (one.due_at(self._ticked_at) for one in self._neighbours.values())
-        times += [at for at in due if at is not None and at > self._ticked_at]  # else it waits for room
+        ticked_at = self._ticked_at
+        for one in self._neighbours.values():
+            at = one.due_at(ticked_at)
+            if at is not None and at > ticked_at:  # else it waits for room
+                times.append(at)
         if self._owner is not None:
             times.append(self._owner.due)
         times.append(self._asked.deadline)
@@ -426,6 +429,8 @@ class Registry:
         """Ask for it, unless it is here or on its way."""
         if not self.table.knows(identifier, now):
             self._asked.offered(one, identifier, full, now)
+        elif (held := self.table.by_id(identifier)) is not None:
+            one.unoffer(held.peer)
         elif self.table.has_ended(identifier):
             self._object(one, identifier, now)
 

@@ -138,8 +138,9 @@ class Table:
 
     def doubts(self, identifier: bytes, now: float) -> bool:
         """Whether this head was told with an age on which another opinion is worth having."""
-        past = self._past(self.owner_of(identifier))
-        if past is None or past.head_id != identifier or not past.opinions:
+        peer = self._by_id.get(identifier) or self._seen.get(identifier)
+        past = self._held.get(peer) or self._gone.get(peer) if peer is not None else None
+        if past is None or not past.opinions or past.head_id != identifier:
             return False
         lease_s = past.lease_s if isinstance(past, Gone) else past.head.lease_s
         return now < past.heard_at + lease_s

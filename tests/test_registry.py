@@ -12,10 +12,12 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from routing.spans import Span
 from swarm import circle
+from swarm.asks import ASK_TIMEOUT_S
 from swarm.errors import MessageError
-from swarm.heads import Rank
+from swarm.heads import Rank, head_id
 from swarm.identity import Identity
 from swarm.messages import Ask, Delta, Digest, GossipHello, Offer, Subscribe, Told
+from swarm.neighbour import BATCH_S
 from swarm.owner import heartbeat_interval_s
 from swarm.records import open_record
 from swarm.registry import Kind, Registry
@@ -330,10 +332,39 @@ def test_what_was_offered_twice_is_asked_for_once_and_of_the_other_if_no_answer_
     registry.receive(key, Offer((), (wanted,)), 0.0)
     registry.receive(2, Offer((), (wanted,)), 0.0)
     assert registry.drain(0.0) == [(1, Ask((), (wanted,)))]
-    registry.tick(1.0)
-    assert registry.drain(1.0) == []
-    registry.tick(2.5)
-    assert (2, Ask((), (wanted,))) in registry.drain(2.5)
+    registry.tick(0.9 * ASK_TIMEOUT_S)
+    assert registry.drain(0.9 * ASK_TIMEOUT_S) == []
+    registry.tick(ASK_TIMEOUT_S)
+    assert (2, Ask((), (wanted,))) in registry.drain(ASK_TIMEOUT_S)
+
+
+def test_a_renewal_crosses_each_stream_once() -> None:
+    """Both ends may have it from others: whoever offers first spares the other one its offer."""
+    registry, key = attached()
+    registry.attach(2, ALICE.peer_id, Kind.GOSSIP, opened_here=True, now=0.0)
+    registry.drain(0.0)
+    first, second = told(seq=5), told(seq=5, beat=7)
+    registry.receive(key, Delta((first,)), 0.0)
+    registry.drain(0.0)
+    registry.receive(key, Delta((second,)), 0.1)
+    assert registry.drain(0.1) == []
+    registry.receive(2, Offer((head_id(second.head),), ()), 0.5)
+    registry.tick(0.1 + BATCH_S)
+    assert registry.drain(0.1 + BATCH_S) == []
+
+
+def test_a_change_does_not_wait_for_renewals_nor_they_for_it() -> None:
+    registry, key = attached()
+    registry.attach(2, ALICE.peer_id, Kind.GOSSIP, opened_here=True, now=0.0)
+    registry.drain(0.0)
+    bob = Identity.from_seed(b"b" * 32)
+    registry.receive(key, Delta((told(seq=5),)), 0.0)
+    registry.drain(0.0)
+    renewal, change = told(seq=5, beat=7), told(identity=bob)
+    registry.receive(key, Delta((renewal, change)), 0.2)
+    assert registry.drain(0.2) == [(2, Offer((), (head_id(change.head),)))]
+    registry.tick(0.2 + BATCH_S)
+    assert registry.drain(0.2 + BATCH_S) == [(2, Offer((head_id(renewal.head),), ()))]
 
 
 def test_asking_without_taking_ends_the_stream() -> None:

@@ -234,7 +234,7 @@ class Invariants:
         for one in core.neighbours:
             bounds["answers owed"] = (len(one._answers), MAX_OWED)
             bounds["asks owed"] = (len(one._asks), MAX_ASKED)
-            bounds["offers owed"] = (len(one._offers), MAX_PEERS + MAX_GONE)
+            bounds["offers owed"] = (len(one._changes) + len(one._renewals), MAX_PEERS + MAX_GONE)
             bounds["objections owed"] = (len(one._objections), MAX_OBJECTIONS)
             bounds["objections made"] = (len(one._objected), MAX_OBJECTIONS)
             bounds["snapshots owed"] = (len(one._snapshots), MAX_SNAPSHOTS)

@@ -1,0 +1,245 @@
+"""A swarm of whole registry cores in virtual time, begun as one that has stood for hours, and what it costs.
+
+Everybody holds everybody's record and has about twelve neighbours; heartbeats are spread over their interval.
+From then on nothing is modelled: cores, their shells and the network are those of tests/sim, with real encoding
+and decoding. What all would do alike is done once: a signature is verified, and a record decoded, for the whole
+swarm (cores of 1,000 peers would fill a machine otherwise), but never for the few `timed` peers, whose CPU time
+is taken with everything that they have to do.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import sys
+import time
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+from swarm import heads, owner, records, table
+from swarm.identity import Identity
+from swarm.messages import Message, Told, decode, encode
+from swarm.owner import LEASE_INTERVALS, heartbeat_interval_s
+from swarm.packing import pack, unpack
+from swarm.records import Record, check_signature
+from swarm.registry import Registry
+from tests.sim.network import End, Weather
+from tests.sim.records import Notary, serving
+from tests.sim.registry_world import Participant, RegistryWorld
+
+DELAY_S = (0.02, 0.1)  # one way, between homes on two continents or in one town
+FINE = Weather(delay_s=DELAY_S)
+LOSSY = Weather(delay_s=DELAY_S, ordered=False, loss=0.3)  # lost for good, worse than what TCP does
+TURN_S = 0.02  # a shell answers together what came within that; delays are rounded up to it
+LINKS = 12  # neighbours of a peer, on average: circle.py keeps 8 and lets old ones go above 12
+ENVELOPE_BYTES = 76  # per message: record and frame 24, TCP and IP 52
+LOOK_S = 0.05  # between looks at who knows
+
+
+def random_links(peers: int, rng: random.Random) -> Iterator[tuple[int, int]]:
+    """Who has whom for a neighbour: each dials LINKS / 2 others."""
+    there: set[frozenset[int]] = set()
+    for here in range(peers):
+        others = [other for other in range(peers) if other != here]
+        for other in rng.sample(others, min(LINKS // 2, len(others))):
+            pair = frozenset((here, other))
+            if pair not in there:
+                there.add(pair)
+                yield here, other
+
+
+class Swarm:
+    """peers: how many. timed: how many of them do all their work themselves, and have it timed."""
+
+    def __init__(self, peers: int, seed: int, timed: int = 0) -> None:
+        self.rng = random.Random(f"benchmark {seed}")
+        self.world = RegistryWorld(seed, FINE, keys="ed25519", turn_s=TURN_S)
+        self.world.invariants.watching = False
+        self.notary = _Once(self.world)
+        self.world.notary = self.notary
+        self.names = [f"p{n}" for n in range(peers)]
+        self.timed = [_Timed(self, name) for name in self.names[:timed]]
+
+    def begin(self) -> None:
+        """Everybody knows everybody, and gossips."""
+        interval_s = heartbeat_interval_s(len(self.names))
+        with mock.patch.object(owner, "_INTERVALS", ((0, interval_s),)):
+            for n, name in enumerate(self.names):  # a heartbeat of each, the oldest nearly due
+                self.world.run(interval_s / len(self.names))
+                self.world.add(name).publish(name=f"peer{n}")
+        told = [self._told(name) for name in self.names]
+        for name in self.names:
+            here = self.world.there[name]
+            for signed_at, one in told:
+                here.registry.table.accept(Told(one.head, self.world.now - signed_at, one.descriptor), here.now)
+            here.registry.complete = True
+        for a, b in random_links(len(self.names), self.rng):
+            self.world.connect(self.names[a], self.names[b])
+        for one in self.timed:
+            one.begin()
+        gc.freeze()
+        self.world.run(2.0)  # the digests that new neighbours exchange
+
+    def _told(self, name: str) -> Any:
+        here = self.world.there[name]
+        held = here.registry.table.get(here.peer)
+        assert held is not None
+        return self.world.now - (here.now - held.issued_at), here.registry.table.told(held, here.now, True)
+
+    def add(self, name: str, at: str) -> None:
+        here = self.world.add(name)
+        here.join(self.world.address(at))
+        here.publish()
+
+    # ------------------------------------------------------------ what is measured
+
+    def traffic(self, seconds: float) -> dict[str, float]:
+        """Bytes a second and direction: on average, and of the peer that sends most; CPU share of the timed."""
+        hosts = [self.world.there[name].host for name in self.names]
+        before = [(host.sent_bytes, host.sent_messages) for host in hosts]
+        cpu = [one.cpu_s for one in self.timed]
+        self.world.run(seconds)
+        sent = [
+            (host.sent_bytes - size + ENVELOPE_BYTES * (host.sent_messages - count)) / seconds
+            for host, (size, count) in zip(hosts, before, strict=True)
+        ]
+        found = {"bytes_per_s": sum(sent) / len(sent), "most_bytes_per_s": max(sent)}
+        found["links"] = sum(len(self.world[name].neighbours) for name in self.names) / len(self.names)
+        if self.timed:
+            shares = [(one.cpu_s - was) / seconds for one, was in zip(self.timed, cpu, strict=True)]
+            found["cpu_share"] = max(shares)
+        return found
+
+    def spread(self, changes: int, most_s: float = 30.0) -> list[float]:
+        """Seconds until 99% know, for so many changes of state by different peers, 30% of all messages lost."""
+        self.world.network.storm(LOSSY)
+        chosen = self.rng.sample(self.names, changes)
+        began, took = self.world.now, [most_s] * changes
+        for name in chosen:
+            self.world.there[name].set_load(serving(state="draining"))
+        missing = dict(enumerate(self.world.there[name].peer for name in chosen))
+        while missing and self.world.now - began < most_s:
+            self.world.run(LOOK_S)
+            for at, peer in list(missing.items()):
+                if self._knowing(peer) >= 0.99 * len(self.names):
+                    took[at] = self.world.now - began
+                    del missing[at]
+        self.world.network.storm(FINE)
+        return took
+
+    def _knowing(self, peer: Any) -> int:
+        tables = (self.world[name].table for name in self.names)
+        return sum(held is not None and held.head.state == "draining" for held in (one.get(peer) for one in tables))
+
+    def heal(self, most_s: float = 120.0) -> float:
+        """Seconds after a partition until all list all again. Both sides have forgotten the other one before."""
+        half = len(self.names) // 2
+        self.world.cut_off(self.names[:half], self.names[half:])
+        lease_s = LEASE_INTERVALS * heartbeat_interval_s(len(self.names))
+        self.world.run(2.0 * lease_s)
+        assert all(len(self.world.listed(name)) <= len(self.names) - half for name in self.names)
+        self.world.heal()
+        began = self.world.now
+        whole = lambda: all(len(self.world.listed(name)) == len(self.names) for name in self.names)  # noqa: E731
+        return self.world.now - began if self.world.run(most_s, until=whole) else most_s
+
+
+# ---------------------------------------------------------------- work that is done once
+
+
+class _Once(Notary):
+    """Signatures are verified and records decoded once, but by `timed` cores each time."""
+
+    def __init__(self, world: RegistryWorld) -> None:
+        super().__init__("ed25519", lambda: world.network.now)
+        self.timing = False
+        self._read: dict[bytes, Record] = {}
+
+    def check(self, record: Record, signed: bytes) -> None:
+        if self.timing:
+            check_signature(record, signed)
+        else:
+            super().check(record, signed)
+
+    def read(self, signed: bytes) -> Record:
+        if self.timing:
+            return records.read_record(signed)
+        found = self._read.get(signed)
+        if found is None:
+            found = self._read[signed] = records.read_record(signed)
+        return found
+
+    def _note(self, owner: Any, signed: bytes) -> None:
+        """Nobody looks at invariants here."""
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        with mock.patch.object(heads, "read_record", self.read), mock.patch.object(table, "read_record", self.read):
+            yield
+
+
+class _Timed:
+    """In place of a participant as its host's shell. cpu_s: of this thread, for all that it does."""
+
+    def __init__(self, swarm: Swarm, name: str) -> None:
+        self.cpu_s = 0.0
+        self._swarm, self._name = swarm, name
+
+    def begin(self) -> None:
+        self._here: Participant = self._swarm.world.there[self._name]
+        self._here.host.shell = self
+
+    def opened(self, end: End) -> None:
+        self._here.opened(end)
+
+    def ended(self, end: End) -> None:
+        self._time(lambda: self._here.ended(end))
+
+    def received(self, end: End, message: Message) -> None:
+        data = b"".join(map(bytes, pack(*encode(message))))
+        self._time(lambda: self._here.received(end, decode(*unpack(data))))
+
+    def turn(self) -> None:
+        self._time(self._here.turn)
+
+    def _time(self, call: Callable[[], None]) -> None:
+        self._swarm.notary.timing, began = True, time.thread_time()
+        try:
+            call()
+        finally:
+            self.cpu_s += time.thread_time() - began
+            self._swarm.notary.timing = False
+
+
+@contextmanager
+def swarm_of(peers: int, seed: int, timed: int = 0) -> Iterator[Swarm]:
+    made = Swarm(peers, seed, timed)
+    with made.notary.reading():
+        made.begin()
+        try:
+            yield made
+        finally:
+            gc.unfreeze()
+
+
+# ---------------------------------------------------------------- memory
+
+_SHARED = (type, types.ModuleType, types.FunctionType, types.MethodType, types.BuiltinFunctionType)
+
+
+def heap_bytes(core: Registry) -> int:
+    """What a core holds, by `sys.getsizeof` of all that can be reached from it: code, its random numbers, its key
+    and whoever verifies for it aside. Allocators round each object up by a few bytes."""
+    seen: set[int] = set()
+    total, waiting = 0, [core]
+    while waiting:
+        one: Any = waiting.pop()
+        if id(one) in seen or isinstance(one, (*_SHARED, random.Random, Identity)):
+            continue
+        seen.add(id(one))
+        total += sys.getsizeof(one)
+        waiting += gc.get_referents(one)
+    return total
