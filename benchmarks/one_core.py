@@ -8,6 +8,7 @@ core, ask it for messages, encode; its CPU time is that of this thread. Sockets 
 
 from __future__ import annotations
 
+import functools
 import heapq
 import itertools
 import random
@@ -24,12 +25,12 @@ from swarm.neighbour import BATCH_S, Kind
 from swarm.owner import LEASE_INTERVALS, heartbeat_interval_s
 from swarm.packing import pack, unpack
 from swarm.records import Heartbeat, Load, record_hash, sign_record
-from swarm.registry import DIGEST_S, Registry, in_parts
+from swarm.registry import DIGEST_S, Drop, Registry, in_parts
 from tests.sim.records import descriptor, serving
 
 CHANGED = 0.02  # of all heartbeats: another state or claim; 3 a second among 10,000
 DIFFERING = 4  # buckets in which two digests differ, because of changes on their way
-PATTERNS = 24  # pieces of news that are modelled; each heartbeat takes one of them
+PATTERNS = 12  # pieces of news that are modelled; each heartbeat takes one of them
 SOURCES = 3  # of a client
 FIRST_SEQ = 1_764_000_000_000
 
@@ -145,6 +146,7 @@ class OneCore:
             "received_per_s": received,
             "to_clients_per_s": self.sent_to_clients / seconds,
             "links": float(len(self.neighbours)),
+            "clients": float(len(self.core.neighbours) - len(self.neighbours)),
             "cpu_share": self.cpu_s / seconds,
         }
 
@@ -178,7 +180,9 @@ class OneCore:
             for key in keys:
                 while (message := self.core.next_message(key, self.now)) is not None:
                     out.append((key, message, sum(map(len, pack(*encode(message))))))
-        self.core.actions()
+        for action in self.core.actions():
+            if isinstance(action, Drop) and action.key > len(self.neighbours):
+                self.core.detach(action.key, self.now)
         self._alarm_at = self.core.deadline
         self.cpu_s += time.thread_time() - began
         for key, message, size in out:
@@ -225,7 +229,8 @@ class OneCore:
         self._beats[identifier] = beat
         pattern = self.rng.choice(self._changes if change else self._renewals)
         for one, (asked_s, known_s) in zip(self.neighbours, pattern, strict=True):
-            self._at(self.now + asked_s, lambda one=one, wait_s=known_s - asked_s: self._hears_of(one, identifier, wait_s, change))
+            hears = functools.partial(self._hears_of, one, identifier, known_s - asked_s, change)
+            self._at(self.now + asked_s, hears)
         self._at(self.now + self.interval_s, lambda: self._beat(n))
 
     # ------------------------------------------------------------ neighbours

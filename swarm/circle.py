@@ -38,7 +38,7 @@ ROTATE_S = 60.0  # between random dials
 HEAL_S = 60.0  # between tries of an old address
 FIRST_HEAL_S = 5.0  # the same at first for somebody without any neighbour; doubles up to HEAL_S
 TRIES_ALONE = 3  # old addresses tried at once by somebody without any neighbour
-MAX_ADDRESSES = 256  # old addresses held; see `_Worth` for which go first
+MAX_ADDRESSES = 64  # old addresses held, each tried about once an hour; see `_Worth` for which go first
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class _Worth(enum.IntEnum):
     GIVEN = 2  # by the user
 
 
-@dataclass
+@dataclass(slots=True)
 class _Place:
     """An address of this swarm. peer: who was there last."""
 

@@ -39,16 +39,19 @@ class Digests:
     def __init__(self) -> None:
         self._all = [0] * PLACES
         self._of: dict[bytes, list[int]] = {}  # of some models; the last used last
-        self._there: list[dict[PeerId, tuple[bytes | None, int]]] = [{} for _ in range(PLACES)]
+        self._there: dict[int, dict[PeerId, tuple[bytes | None, int]]] = {}  # by place
 
     def add(self, peer: PeerId, fingerprint: bytes | None, value: int) -> None:
         place = place_of(peer)
-        self._there[place][peer] = (fingerprint, value)
+        self._there.setdefault(place, {})[peer] = (fingerprint, value)
         self._count(place, fingerprint, value)
 
     def remove(self, peer: PeerId) -> None:
         place = place_of(peer)
-        fingerprint, value = self._there[place].pop(peer)
+        there = self._there[place]
+        fingerprint, value = there.pop(peer)
+        if not there:
+            del self._there[place]
         self._count(place, fingerprint, -value)
 
     def sums(self, buckets: int, only: Models | None = None) -> tuple[bytes, ...]:
@@ -63,7 +66,7 @@ class Digests:
         """Whoever is in the chosen buckets of a digest of so many."""
         for bucket in sorted(chosen):
             for place in range(bucket, PLACES, buckets):
-                for peer, (fingerprint, _) in self._there[place].items():
+                for peer, (fingerprint, _) in self._there.get(place, {}).items():
                     if only is None or fingerprint in only:
                         yield peer
 
@@ -76,7 +79,7 @@ class Digests:
         fine = self._of.pop(fingerprint, None)
         if fine is None:
             fine = [0] * PLACES
-            for place, there in enumerate(self._there):
+            for place, there in self._there.items():
                 fine[place] = sum(value for model, value in there.values() if model == fingerprint)
         self._of[fingerprint] = fine
         if len(self._of) > MAX_MODELS_SUMMED:

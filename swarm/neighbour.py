@@ -11,6 +11,7 @@ import enum
 from collections import deque
 from dataclasses import dataclass, field
 
+from swarm.buckets import Bucket
 from swarm.budget import SLICE, Share
 from swarm.digests import Models
 from swarm.errors import MessageError
@@ -51,7 +52,8 @@ class Kind(enum.Enum):
 
 @dataclass
 class Neighbour:
-    """One stream. key: the shell's name for it. share: of the work that we do for others. greeted: the first
+    """One stream. key: the shell's name for it. share: of the work that we do for others. pace: of the bytes that a
+    client is told. greeted: the first
     message has been exchanged. visitor: may have a snapshot but no place. only: models that it wants to hear
     of, or None; named: what it calls one of them. snapshots_owed: that we asked it for; snapshot_only: models
     of the last of them."""
@@ -62,6 +64,7 @@ class Neighbour:
     opened_here: bool
     since: float
     share: Share
+    pace: Bucket | None = None
     group: str | None = None
     greeting: GossipHello | Subscribe | None = None
     greeted: bool = False
@@ -132,15 +135,17 @@ class Neighbour:
         """Whether `next_message` is worth a call."""
         if self._changes or (self.offers_due is not None and self.offers_due <= now):
             return True
-        owed = self._answers or self.digest or self.greeting or self._objections or self.models or self._snapshots
-        return bool(owed) or self._may_ask(now) or (self.visitor and self.greeted)
+        owed = self.digest or self.greeting or self._objections or self.models
+        return bool(owed) or self._may_tell(now) or self._may_ask(now) or self.is_done
 
     def due_at(self, now: float) -> float | None:
         """When there will be something to say that has to wait until then."""
-        if not self._asks:
-            return self.offers_due
-        ready_at = self.share.ready_at(now)
-        return ready_at if self.offers_due is None else min(self.offers_due, ready_at)
+        times = [self.offers_due] if self.offers_due is not None else []
+        if self._asks:
+            times.append(self.share.ready_at(now))
+        if self.pace is not None and (self._answers or self._snapshots):
+            times.append(self.pace.ready_at(now))
+        return min(times, default=None)
 
     def next_message(self, table: Table, now: float) -> Message | None:
         """What goes out next, or None. At most 16 KiB."""
@@ -156,6 +161,15 @@ class Neighbour:
             or self._next_digest()
             or self._next_of_all(table, now)
         )
+
+    def _may_tell(self, now: float) -> bool:
+        """Whether records are owed, and may go out now."""
+        return bool(self._answers or self._snapshots) and (self.pace is None or self.pace.left(now) >= 1.0)
+
+    @property
+    def is_done(self) -> bool:
+        """A visitor that has had all that it gets."""
+        return self.visitor and self.greeted and not self._answers and not self._snapshots
 
     def _may_ask(self, now: float) -> bool:
         """Whether there is something to ask for, and enough may be verified to make it worth a message."""
@@ -188,7 +202,9 @@ class Neighbour:
         return Delta(tuple(packed.records)) if packed.records else None
 
     def _next_answer(self, table: Table, now: float) -> Delta | None:
-        packed = _Packer()
+        if not self._may_tell(now):
+            return None
+        packed = _Packer(self.pace, now)
         while self._answers and packed.room:
             identifier = next(iter(self._answers))
             full = self._answers.pop(identifier)
@@ -214,9 +230,9 @@ class Neighbour:
         return digest
 
     def _next_of_all(self, table: Table, now: float) -> Delta | None:
-        if not self._snapshots:
+        if not self._snapshots or not self._may_tell(now):
             return None
-        packed = _Packer()
+        packed = _Packer(self.pace, now)
         peers = self._snapshots[0]
         while peers and packed.room:
             held = _alive(table, peers.pop(), now)
@@ -228,15 +244,18 @@ class Neighbour:
 
 
 class _Packer:
-    """Fills one Delta."""
+    """Fills one Delta. pace: who pays for it."""
 
-    def __init__(self) -> None:
+    def __init__(self, pace: Bucket | None = None, now: float = 0.0) -> None:
         self.records: list[Told] = []
         self._bytes = 0
+        self._pace, self._now = pace, now
 
     def add(self, told: Told) -> None:
         self.records.append(told)
         self._bytes += _size(told)
+        if self._pace is not None:
+            self._pace.spend(self._now, _size(told))
 
     @property
     def room(self) -> bool:

@@ -143,7 +143,12 @@ class Places:
         for unproved in self._unproved:
             unproved.pop(peer, None)
         if len(self._proved) > MAX_PROVED:
-            self._forget(next(iter(self._proved)))
+            self._unprove(next(iter(self._proved)))
+
+    def forget(self, peer: PeerId) -> None:
+        """It isn't here, and nothing is remembered of it any more."""
+        if peer not in self._groups:
+            self._proved.pop(peer, None)
 
     def is_proved(self, peer: PeerId) -> bool:
         return peer in self._proved or peer == self._own
@@ -199,7 +204,7 @@ class Places:
         if len(self._contested) > MAX_CONTESTED:
             del self._contested[next(iter(self._contested))]
 
-    def _forget(self, peer: PeerId) -> None:
+    def _unprove(self, peer: PeerId) -> None:
         del self._proved[peer]
         if peer in self._groups:
             self._unproved[bool(self._groups[peer])][peer] = None

@@ -1,8 +1,8 @@
 """CORE: every participant's copy of the live records, kept nearly equal by gossip.
 
 Theory of operation. `table.py` says what is true, `owner.py` says what we are, `neighbour.py` holds
-what is owed to whom, `circle.py` picks the neighbours, `budget.py` bounds the work that others can make;
-this ties them together.
+what is owed to whom, `circle.py` picks the neighbours, `budget.py` bounds the work that others can make,
+`audience.py` what clients may cost; this ties them together.
 
     new head here --> Offer(id) to each neighbour that didn't offer it itself
                           changes at once, renewals in batches of a second
@@ -32,6 +32,7 @@ from typing import TypeAlias
 
 from swarm import circle
 from swarm.asks import Asked, Asks
+from swarm.audience import Audience
 from swarm.budget import Budget
 from swarm.circle import Circle, Drop, Reach, ReachAddress, Role
 from swarm.clocks import ClockOff, Clocks
@@ -127,6 +128,7 @@ class Registry:
         )
         self._circle = Circle(identity.peer_id if identity else None, self.role, rng, now)
         self._budget = Budget(now)
+        self._audience = Audience(self.table, now)
         self._clocks = Clocks()
         self._clock_check_at = now
         self._neighbours: dict[int, Neighbour] = {}
@@ -249,6 +251,7 @@ class Registry:
         one = Neighbour(key, peer, kind, opened_here, now, self._budget.of_neighbour(now), greeted=opened_here)
         one.group = group_of(host) if host else None
         one.visitor = not opened_here and self._full(one)
+        one.pace = self._audience.pace if kind is Kind.SUBSCRIBER else None
         self._neighbours[key] = one
         self._count_gossips()
         if opened_here:
@@ -283,7 +286,7 @@ class Registry:
         if one is None:
             return
         if isinstance(message, GossipHello | Subscribe):
-            self._on_greeting(one, message)
+            self._on_greeting(one, message, now)
         elif isinstance(message, Ask) and one.kind is not Kind.SOURCE:
             self._on_ask(one, message)
         elif isinstance(message, Digest) and one.kind is not Kind.SOURCE:
@@ -335,6 +338,7 @@ class Registry:
         if self._models_at <= now and self._models_told != self.table.models_version:
             self._tell_models(now)
         if self._digest_at <= now:
+            self._send_one_on()
             self._reconcile(now)
         self._actions += self._circle.choose(self._neighbours.values(), self.table, now)
 
@@ -368,7 +372,7 @@ class Registry:
         if one is None:
             return None
         message = one.next_message(self.table, now)
-        if message is None and one.visitor and one.greeted:
+        if message is None and one.is_done:
             one.greeted = False  # so that it is said once
             self._actions.append(Drop(key, "no room for another neighbour"))
         return message
@@ -388,31 +392,47 @@ class Registry:
 
     # ------------------------------------------------------------ messages
 
-    def _on_greeting(self, one: Neighbour, message: GossipHello | Subscribe) -> None:
+    def _on_greeting(self, one: Neighbour, message: GossipHello | Subscribe, now: float) -> None:
         if isinstance(message, Subscribe) != (one.kind is Kind.SUBSCRIBER):
             raise MessageError(f"{type(message).__name__} on a stream where {one.kind.value}")
         if isinstance(message, Subscribe):
-            self._on_subscribe(one, message)
+            self._on_subscribe(one, message, now)
         elif one.opened_here or (one.greeted and not message.snapshot):
             raise MessageError("greeted twice")
         elif message.snapshot or one.visitor:
             one.tell_all([held.peer for held in self.table.held()])
         one.greeted = True
 
-    def _on_subscribe(self, one: Neighbour, message: Subscribe) -> None:
-        """One that wants more than before is told all of what is new to it."""
+    def _on_subscribe(self, one: Neighbour, message: Subscribe, now: float) -> None:
+        """One that wants more than before is told all of what is new to it, if that isn't too much for us."""
         before = one.only if one.greeted else Models()
         one.only = None if message.only is None else Models(message.only)
         one.named = message.named
         one.models = list_models(self.table, one.named)
+        new = one.only if before is None or one.only is None else one.only - before
+        listening = [other.only for other in self._listeners() if other is not one]
+        if not self._audience.has_room(listening, one.only):
+            one.visitor = True
         if not message.snapshot:
             return
-        if one.visitor:
+        if one.visitor or not self._audience.may_have_snapshot(new, now):
+            one.visitor = True
             there = [held.peer for held in self.table.held()]
             one.tell_all(self._rng.sample(there, min(VISITOR_RECORDS, len(there))))
         else:
-            new = one.only if before is None or one.only is None else one.only - before
             one.tell_all([held.peer for held in self.table.held(new)])
+
+    def _listeners(self) -> list[Neighbour]:
+        """The clients that have a place here, in the order of coming."""
+        clients = (one for one in self._neighbours.values() if one.kind is Kind.SUBSCRIBER)
+        return [one for one in clients if one.greeted and not one.visitor]
+
+    def _send_one_on(self) -> None:
+        """The newest client, if they have become too many for what there is to tell."""
+        listeners = self._listeners()
+        wanted = [one.only for one in listeners]
+        if listeners and not self._audience.has_room(wanted[:-1], wanted[-1]):
+            self._actions.append(Drop(listeners[-1].key, "too many clients for the size of this swarm"))
 
     def _on_ask(self, one: Neighbour, message: Ask) -> None:
         for identifier in message.heads:

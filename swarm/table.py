@@ -16,9 +16,11 @@ What a participant knows for itself is when it first heard of a head; no head is
 - Whoever holds a tombstone answers a telling that it outranks with the newest head it ever had, and that
   ends the older one at once (`objection`). So an old heartbeat in a liar's hand, or a whole recording of
   them, brings a dead peer back for one lease after somebody here first heard of its last one, no more.
-- What remains: tombstones last GONE_S, and whoever comes after that, meets the liar first and nobody who
-  remembers, may list a ghost for as long as the recording; and a client, who offers nothing, hears no
-  objection. Both find at their first dial that nobody is there.
+- Tombstones last GONE_S. After that nobody who held a head takes that very head again (`heard.py`), for about
+  an hour among 100 peers.
+- What remains: whoever comes GONE_S after the end, meets the liar first and asks nobody who was there, may list
+  a ghost for as long as the recording; and a client, who offers nothing, hears no objection. Both find at
+  their first dial that nobody is there.
 
 Invariants:
 - nothing is held whose owner's signature wasn't checked;
@@ -51,9 +53,10 @@ from swarm.heads import (
     rank_of,
     read_head,
 )
+from swarm.heard import Filter, Recent
 from swarm.identity import PeerId
 from swarm.messages import Told
-from swarm.owner import heartbeat_interval_s
+from swarm.owner import LEASE_INTERVALS, heartbeat_interval_s
 from swarm.places import Places, groups_of
 from swarm.records import (
     MAX_LEASE_S,
@@ -67,9 +70,7 @@ from swarm.records import (
 )
 
 MAX_GONE = 16_384  # tombstones, about 700 bytes each; the oldest go first
-MAX_SEEN = 65_536  # identifiers of heads that need no asking for any more, about 100 bytes each
-GONE_S = 3600.0  # far above MAX_LEASE_S, so that a replayed heartbeat finds the tombstone
-RECENT_S = 600.0  # a peer that lapsed since then counts as known ("4 of 5 known peers alive")
+GONE_S = 600.0  # above MAX_LEASE_S, so that what a slow or cut-off peer still tells finds the tombstone
 OPINIONS = 8  # on the age of one head, at most
 FADED = 0.5  # share of its lease after which a head no longer counts in a digest
 FADE_LOOK_S = 1.0  # between looks for such heads: one walks through the table
@@ -106,7 +107,8 @@ class Table:
         self._held: dict[PeerId, Held] = {}
         self._gone: dict[PeerId, Gone] = {}
         self._by_id: dict[bytes, PeerId] = {}
-        self._seen: dict[bytes, PeerId] = {}
+        self._recent = Recent()
+        self._once_held = Filter()
         self._paces: dict[PeerId, _Pace] = {}  # of those held
         self._lapses: list[tuple[float, PeerId]] = []  # a heap; outdated pairs are skipped
         self._names: dict[bytes, Counter[str]] = {}  # fingerprint -> what those who serve it call it
@@ -134,20 +136,17 @@ class Table:
 
     def knows(self, identifier: bytes, now: float) -> bool:
         """Whether asking for this head is needless."""
-        return (identifier in self._by_id or identifier in self._seen) and not self.doubts(identifier, now)
+        return (identifier in self._by_id or identifier in self._recent) and not self.doubts(identifier, now)
 
     def doubts(self, identifier: bytes, now: float) -> bool:
         """Whether this head was told with an age on which another opinion is worth having."""
-        peer = self._by_id.get(identifier) or self._seen.get(identifier)
-        past = self._held.get(peer) or self._gone.get(peer) if peer is not None else None
-        if past is None or not past.opinions or past.head_id != identifier:
-            return False
-        lease_s = past.lease_s if isinstance(past, Gone) else past.head.lease_s
-        return now < past.heard_at + lease_s
+        peer = self._by_id.get(identifier) or self._recent.owner_of(identifier)
+        return peer is not None and _is_doubted(self._past(peer), identifier, now)
 
     def has_ended(self, identifier: bytes) -> bool:
         """Whether this head is an older one of somebody who is gone, so that whoever tells of it should know."""
-        gone = self._gone.get(self._seen[identifier]) if identifier in self._seen else None
+        peer = self._recent.owner_of(identifier)
+        gone = self._gone.get(peer) if peer is not None else None
         return gone is not None and gone.head_id != identifier
 
     def objection(self, peer: PeerId, now: float) -> Told | None:
@@ -157,7 +156,7 @@ class Table:
 
     def owner_of(self, identifier: bytes) -> PeerId | None:
         """Whose head this is, if it was ever told."""
-        return self._by_id.get(identifier) or self._seen.get(identifier)
+        return self._by_id.get(identifier) or self._recent.owner_of(identifier)
 
     def held(self, only: Models | None = None) -> Iterator[Held]:
         return (held for held in self._held.values() if held.matches(only))
@@ -186,7 +185,7 @@ class Table:
         return gone is not None and not gone.left
 
     def known(self, now: float, fingerprint: bytes | None = None) -> int:
-        """Peers alive, and those that went missing lately."""
+        """Peers alive, and those that went missing while the tombstone lasts."""
         alive = sum(
             held.lapses_at > now and held.descriptor is not None
             for held in self._held.values()
@@ -196,7 +195,7 @@ class Table:
             gone
             for gone in self._gone.values()
             if not gone.left
-            and now - gone.since < RECENT_S
+            and now - gone.since < GONE_S
             and (fingerprint is None or gone.fingerprint == fingerprint)
         )
         return alive + sum(1 for _ in missing)
@@ -223,8 +222,11 @@ class Table:
             return self._another_opinion(self._held[self._by_id[identifier]], told.age_s, now)
         head = head or read_head(told.head)
         if self.places.is_turned_away(head.peer, now):
-            self._see(identifier, head.peer)
+            self._recent.add(identifier, head.peer)
             return Verdict.NO_ROOM
+        if self._past(head.peer) is None and identifier in self._once_held:
+            self._recent.add(identifier, head.peer)
+            return Verdict.STALE
         if told.age_s >= head.lease_s:
             return self._end(head, told, identifier, now)
         descriptor = self._descriptor_of(head, told)
@@ -232,12 +234,12 @@ class Table:
             return self._without_descriptor(head, identifier, now)
         rank = rank_of(head, told.head, descriptor[0] if descriptor else None)
         if not self._outranks(rank, head, identifier, now):
-            self._see(identifier, head.peer)
+            self._recent.add(identifier, head.peer)
             return Verdict.ENDED if head.peer in self._gone else Verdict.STALE
         victims = self._victims(head, descriptor, now)
         pace = self._pace(head.peer, now)
         if victims is None or (pace is not None and pace.left < 1):
-            self._see(identifier, head.peer)
+            self._recent.add(identifier, head.peer)
             return Verdict.NO_ROOM
         self._check(head, told.head)
         if descriptor is not None and not self._holds_descriptor(head.peer, descriptor[1]):
@@ -311,7 +313,7 @@ class Table:
             self._gone[head.peer] = replace(past, opinions=max(0, past.opinions - 1))
             return Verdict.STALE
         if head.seq <= (past.seq if isinstance(past, Gone) else past.head.seq):
-            self._see(identifier, head.peer)
+            self._recent.add(identifier, head.peer)
             return Verdict.STALE
         self._check(head, told.head)
         rank = past.rank
@@ -319,7 +321,7 @@ class Table:
             rank = max(rank, rank_of(head, told.head, None, rank.seq))
         if isinstance(past, Held):
             self._drop(past)
-        self._see(identifier, head.peer)
+        self._recent.add(identifier, head.peer)
         self._gone[head.peer] = Gone(
             rank=rank,
             seq=head.seq,
@@ -362,17 +364,17 @@ class Table:
         """Such a heartbeat may still be plainly too old: its descriptor's seq is lower than its own."""
         past = self._past(head.peer)
         if isinstance(past, Held) and head.seq <= past.rank.seq:
-            self._see(identifier, head.peer)
+            self._recent.add(identifier, head.peer)
             return Verdict.STALE
-        if isinstance(past, Gone) and head.seq <= past.seq and not self.doubts(identifier, now):
-            self._see(identifier, head.peer)
+        if isinstance(past, Gone) and head.seq <= past.seq and not _is_doubted(past, identifier, now):
+            self._recent.add(identifier, head.peer)
             return Verdict.ENDED
         return Verdict.INCOMPLETE
 
     def _outranks(self, rank: Rank, head: Heartbeat | Leave, identifier: bytes, now: float) -> bool:
         past = self._past(head.peer)
         if isinstance(past, Gone):
-            return (rank > past.rank and head.seq > past.seq) or self.doubts(identifier, now)
+            return (rank > past.rank and head.seq > past.seq) or _is_doubted(past, identifier, now)
         return past is None or rank > past.rank
 
     def _holds_descriptor(self, peer: PeerId, data: bytes) -> bool:
@@ -435,7 +437,8 @@ class Table:
             opinions=OPINIONS if is_doubtful(told.age_s, head) else 0,
         )
         self._replace(before, held)
-        self._see(identifier, head.peer)
+        self._recent.add(identifier, head.peer)
+        self._once_held.add(identifier)
         return Verdict.CHANGED if before is None or differs(before, held) else Verdict.RENEWED
 
     def _replace(self, before: Held | None, held: Held) -> None:
@@ -522,9 +525,15 @@ class Table:
             if len(self._gone) <= MAX_GONE and now - self._gone[peer].since < GONE_S:
                 break
             del self._gone[peer]
+            self.places.forget(peer)
+        if not self._gone:
+            self._gone = {}  # a dict that was large stays large
+        self._recent.turn(now, LEASE_INTERVALS * heartbeat_interval_s(len(self._held)))
 
-    def _see(self, identifier: bytes, peer: PeerId) -> None:
-        self._seen.pop(identifier, None)
-        self._seen[identifier] = peer
-        if len(self._seen) > MAX_SEEN:
-            del self._seen[next(iter(self._seen))]
+
+def _is_doubted(past: Held | Gone | None, identifier: bytes, now: float) -> bool:
+    """Whether this is the newest head of `past`, and another opinion on its age is worth having."""
+    if past is None or not past.opinions or past.head_id != identifier:
+        return False
+    lease_s = past.lease_s if isinstance(past, Gone) else past.head.lease_s
+    return now < past.heard_at + lease_s

@@ -59,6 +59,30 @@ def test_a_tombstone_lasts_longer_than_any_lease() -> None:
     assert held.accept(told(seq=9), now=LEASE_S + MAX_LEASE_S + 1) is Verdict.ENDED
 
 
+def test_after_its_tombstone_a_head_that_was_held_here_is_not_taken_again() -> None:
+    """A liar keeps recordings for as long as it likes."""
+    held = Table()
+    beats = [told(seq=10, beat=beat) for beat in range(11, 15)]
+    for at, beat in enumerate(beats):
+        held.accept(beat, now=float(at))
+    later = LEASE_S + table.GONE_S + 60.0
+    held.lapse(LEASE_S + 10.0)
+    held.lapse(later)
+    assert held.lapsed() == ()
+    assert [held.accept(beat, now=later) for beat in beats] == [Verdict.STALE] * 4
+    assert held.live(later) == ()
+
+
+def test_after_its_tombstone_an_owner_without_state_and_with_a_wrong_clock_is_taken_at_once() -> None:
+    held = Table()
+    held.accept(told(seq=1000), now=0.0)
+    later = LEASE_S + table.GONE_S + 60.0
+    held.lapse(LEASE_S)
+    assert held.accept(told(seq=5), now=LEASE_S + 1.0) is Verdict.ENDED
+    held.lapse(later)
+    assert held.accept(told(seq=7), now=later) is Verdict.CHANGED
+
+
 def test_of_equal_numbers_the_larger_hash_wins_in_any_order() -> None:
     one, other = told(seq=5, name="one"), told(seq=5, name="other")
     winners = set()
@@ -163,7 +187,7 @@ def test_known_peers_count_those_that_went_missing_but_not_those_that_left() -> 
     held.lapse(3 * LEASE_S)
     assert held.known(3 * LEASE_S) == 1
     assert held.known(3 * LEASE_S, b"g" * 32) == 0
-    assert held.known(LEASE_S + table.RECENT_S + 1) == 0
+    assert held.known(LEASE_S + table.GONE_S + 1) == 0
 
 
 def test_the_heap_of_lapses_stays_small_under_renewals() -> None:

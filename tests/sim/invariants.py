@@ -22,11 +22,12 @@ from typing import TYPE_CHECKING, Any
 from swarm.asks import MAX_ASKED
 from swarm.circle import KEPT_NEIGHBOURS, MAX_ADDRESSES, MAX_NEIGHBOURS
 from swarm.heads import Held
+from swarm.heard import MAX_RECENT
 from swarm.identity import PeerId, peer_id
 from swarm.messages import Delta, Told
 from swarm.neighbour import MAX_OBJECTIONS, MAX_OWED, MAX_SNAPSHOTS, Kind
 from swarm.places import MAX_PEERS, MAX_PER_GROUP, MAX_TURNED_AWAY, groups_of
-from swarm.table import MAX_GONE, MAX_SEEN
+from swarm.table import MAX_GONE
 from tests.sim.network import End
 from tests.sim.records import Signed
 
@@ -222,7 +223,7 @@ class Invariants:
         bounds = {
             "peers": (len(known), MAX_PEERS),
             "tombstones": (len(known._gone), MAX_GONE + 1),
-            "heads seen": (len(known._seen), MAX_SEEN),
+            "heads heard of": (len(known._recent), MAX_RECENT),
             "lapses": (len(known._lapses), 4 * len(known) + 65),
             "heads by id": (len(known._by_id), len(known)),
             "heads asked for": (len(core._asked), MAX_ASKED),
