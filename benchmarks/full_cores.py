@@ -37,6 +37,8 @@ TURN_S = 0.02  # a shell answers together what came within that; delays are roun
 LINKS = 12  # neighbours of a peer, on average: circle.py keeps 8 and lets old ones go above 12
 ENVELOPE_BYTES = 76  # per message: record and frame 24, TCP and IP 52
 LOOK_S = 0.05  # between looks at who knows
+CHURN_S = 0.1  # between two replacements: ten seconds for a swarm of a hundred, faster than any lease
+TOMBSTONES_S = 60.0  # a tenth of what tombstones last, so that one needn't wait for ten minutes
 
 
 def random_links(peers: int, rng: random.Random) -> Iterator[tuple[int, int]]:
@@ -89,11 +91,6 @@ class Swarm:
         assert held is not None
         return self.world.now - (here.now - held.issued_at), here.registry.table.told(held, here.now, True)
 
-    def add(self, name: str, at: str) -> None:
-        here = self.world.add(name)
-        here.join(self.world.address(at))
-        here.publish()
-
     # ------------------------------------------------------------ what is measured
 
     def traffic(self, seconds: float) -> dict[str, float]:
@@ -145,6 +142,41 @@ class Swarm:
         began = self.world.now
         whole = lambda: all(len(self.world.listed(name)) == len(self.names) for name in self.names)  # noqa: E731
         return self.world.now - began if self.world.run(most_s, until=whole) else most_s
+
+    def churn(self, times: int) -> dict[str, float]:
+        """Bytes that the first peer holds before, at the end of, and after a time in which all others were replaced
+        so often: one each CHURN_S, half of them with a goodbye, and as quickly as tombstones go TOMBSTONES_S."""
+        with mock.patch.object(table, "GONE_S", TOMBSTONES_S):
+            self.world.run(TOMBSTONES_S)
+            found = {"before": self._most_bytes()}
+            for n in range(times * (len(self.names) - 1)):
+                self._replace(self.names.pop(1), f"r{n}")
+                self.world.run(CHURN_S)
+            found["at_the_end"] = heap_bytes(self.world[self.names[0]])
+            self.world.run(2.0 * TOMBSTONES_S)
+            found["after"] = self._most_bytes()
+        assert all(len(self.world.listed(name)) == len(self.names) for name in self.names)
+        return found
+
+    def _replace(self, old: str, new: str) -> None:
+        here = self.world.there[old]
+        if self.rng.random() < 0.5:
+            here.leave()
+            self.world.network.at(self.world.now + 0.5, self.world.crash, old)
+        else:
+            self.world.crash(old, silently=True)
+        there = self.world.add(new)
+        there.join(self.world.address(self.rng.choice(self.names)))
+        there.publish(name=new)
+        self.names.append(new)
+
+    def _most_bytes(self) -> float:
+        """Of two leases' time: identifiers of heads are forgotten once a lease."""
+        most = 0
+        for _ in range(8):
+            self.world.run(LEASE_INTERVALS * heartbeat_interval_s(len(self.names)) / 4)
+            most = max(most, heap_bytes(self.world[self.names[0]]))
+        return float(most)
 
 
 # ---------------------------------------------------------------- work that is done once

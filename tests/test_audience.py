@@ -14,7 +14,7 @@ from swarm.messages import Ask, Delta, Subscribe
 from swarm.registry import Drop, Kind, Registry
 from swarm.table import Table
 from tests.sim.records import FINGERPRINT
-from tests.sim.registries import World, size
+from tests.sim.scenario import World, size
 from tests.test_registry_hostile import somebody
 from tests.told import told
 
@@ -64,8 +64,7 @@ def test_clients_that_are_too_many_for_one_source_find_others_and_know_everythin
     world.run(20.0)
     clients = [f"c{n}" for n in range(5)]
     for name in clients:
-        world.add(name, client=True)
-        world.connect(name, "p0")
+        world.client(name, "p0")
     world.run(20.0)
     listeners = {
         name: sum(one.kind is Kind.SUBSCRIBER for one in world[name].neighbours) for name in names
@@ -79,8 +78,7 @@ def test_a_client_is_sent_on_when_the_swarm_has_grown(monkeypatch: pytest.Monkey
     names = world.peers(6)
     world.run(20.0)
     for n in range(audience.ALWAYS + 1):
-        world.add(f"c{n}", client=True)
-        world.connect(f"c{n}", "p0")
+        world.client(f"c{n}", "p0")
         world.run(0.1)
     assert sum(one.kind is Kind.SUBSCRIBER for one in world["p0"].neighbours) == audience.ALWAYS + 1
     monkeypatch.setattr(audience, "BYTES_PER_S", 0.0)

@@ -27,7 +27,7 @@ from swarm.records import (
     open_record,
     sign_record,
 )
-from tests.sim.registries import through_the_wire
+from tests.sim.scenario import through_the_wire
 from tests.told import ALICE, a_descriptor, a_heartbeat, told
 
 

@@ -14,7 +14,7 @@ from swarm.messages import Ask, Delta, Message, Offer, Told
 from swarm.records import Record, check_signature
 from swarm.registry import Kind, Reach, Registry
 from tests.sim.records import descriptor, serving
-from tests.sim.registries import World
+from tests.sim.scenario import World
 from tests.told import ALICE, LEASE_S, told
 
 INTERVAL_S = 5.0
@@ -28,6 +28,7 @@ def somebody(number: int) -> Identity:
 def with_liar(world: World, name: str) -> Registry:
     """A stream to somebody who speaks the protocol by hand, at `name`."""
     liar = Identity.from_seed(b"m" * 32).peer_id
+    world.invariants.watching = False  # they don't know what it says
     world[name].attach(LIAR, liar, Kind.GOSSIP, opened_here=False, now=world.now)
     return world[name]
 
@@ -60,9 +61,7 @@ def test_a_recording_brings_a_dead_peer_back_for_one_lease_at_most(every_s: floa
     assert len(beats) > 15
     world.crash("p2")
     world.run(2 * LEASE_S)
-    world.add("new")
-    world.publish("new")
-    world.connect("new", "p0")
+    world.start("new", "p0")
     world.run(1.0)
     newcomer = with_liar(world, "new")
     started = world.now
@@ -80,9 +79,7 @@ def test_exaggerated_ages_hide_nobody_for_longer_than_a_heartbeat(age_s: float) 
     world = World(32)
     world.peers(2)
     world.run(20.0)
-    world.add("new")
-    world.publish("new")
-    world.connect("new", "p0")
+    world.start("new", "p0")
     world.run(3.0)
     victim, hidden_since, longest = with_liar(world, "new"), None, 0.0
     peer = world.there["p1"].peer
@@ -110,9 +107,7 @@ def test_a_peer_that_lost_its_state_and_its_clock_comes_back_though_only_tombsto
     world.crash("p2")
     world.run(3 * LEASE_S)
     assert "p2" not in world.listed("p0")
-    world.add("p2", first_seq=5)
-    world.publish("p2")
-    world.connect("p2", "p0")
+    world.start("p2", "p0", first_seq=5)
     assert world.run(30.0, until=lambda: world.everybody_lists(names))
     assert world.second_instances("p2") == 0
 

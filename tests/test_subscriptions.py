@@ -10,7 +10,7 @@ from swarm.messages import Delta, GossipHello, Message, ModelSeen, Subscribe
 from swarm.records import read_record
 from swarm.table import Table
 from tests.sim.records import FINGERPRINT
-from tests.sim.registries import World, size, through_the_wire
+from tests.sim.scenario import World, size, through_the_wire
 from tests.test_registry_hostile import somebody
 from tests.told import told
 
@@ -22,9 +22,7 @@ def two_models(seed: int) -> World:
     world = World(seed)
     world.peers(4)
     for n in range(3):
-        world.add(f"q{n}")
-        world.publish(f"q{n}", fingerprint=OTHER, model="other")
-        world.connect(f"q{n}", "p0")
+        world.start(f"q{n}", "p0", fingerprint=OTHER, model="other")
     world.run(20.0)
     return world
 
@@ -35,13 +33,7 @@ def owners(messages: list[Message]) -> set[str]:
 
 
 def peers(world: World, letter: str) -> set[str]:
-    return {there.peer for name, there in world.there.items() if name.startswith(letter) and there.identity}
-
-
-def client(world: World, name: str = "c", at: str = "p0", **options: object) -> None:
-    world.arrived[name] = []
-    world.add(name, client=True, **options)  # type: ignore[arg-type]
-    world.connect(name, at)
+    return {there.peer for name, there in world.there.items() if name.startswith(letter)}
 
 
 # ---------------------------------------------------------------- models
@@ -49,20 +41,20 @@ def client(world: World, name: str = "c", at: str = "p0", **options: object) -> 
 
 def test_a_client_is_told_which_models_there_are_and_no_records_before_it_chooses() -> None:
     world = two_models(41)
-    client(world, only=())
+    world.client("c", "p0", only=())
     world.run(30.0)
     assert world["c"].complete
     assert world["c"].models() == (
         ModelSeen(FINGERPRINT, ("smollm2-135m",), 4),
         ModelSeen(OTHER, ("other",), 3),
     )
-    assert owners(world.arrived["c"]) == set() and world.listed("c") == set()
-    assert sum(size(message) for message in world.arrived["c"]) < 1000
+    assert owners(world.arrived("c")) == set() and world.listed("c") == set()
+    assert sum(size(message) for message in world.arrived("c")) < 1000
 
 
 def test_a_client_of_one_model_receives_no_record_of_another() -> None:
     world = two_models(42)
-    client(world, only=())
+    world.client("c", "p0", only=())
     world.run(1.0)
     world["c"].want((OTHER,), world.now)
     assert not world["c"].complete
@@ -70,19 +62,19 @@ def test_a_client_of_one_model_receives_no_record_of_another() -> None:
     assert world.listed("c") == {"q0", "q1", "q2"}
     world.run(120.0)  # renewals, rotations, digests
     assert len(world["c"].neighbours) == circle.KEPT_SOURCES
-    assert owners(world.arrived["c"]) == peers(world, "q")
-    world["q2"].leave(world.now)
+    assert owners(world.arrived("c")) == peers(world, "q")
+    world.there["q2"].leave()
     assert world.run(2.0, until=lambda: world.listed("c") == {"q0", "q1"})
 
 
 def test_a_second_model_costs_its_own_records_only() -> None:
     world = two_models(43)
-    client(world, only=(OTHER,))
+    world.client("c", "p0", only=(OTHER,))
     world.run(3.0)
-    world.arrived["c"].clear()
+    world.listen("c")
     world["c"].want((OTHER, FINGERPRINT), world.now)
     assert world.run(2.0, until=lambda: world["c"].complete)
-    assert owners(world.arrived["c"]) == peers(world, "p")
+    assert owners(world.arrived("c")) == peers(world, "p")
     assert world.listed("c") == {"p0", "p1", "p2", "p3", "q0", "q1", "q2"}
     world["c"].want(None, world.now)
     assert world.run(5.0, until=lambda: world["c"].complete)
@@ -90,11 +82,9 @@ def test_a_second_model_costs_its_own_records_only() -> None:
 
 def test_a_new_model_is_told_to_clients_that_listen() -> None:
     world = two_models(44)
-    client(world, only=(FINGERPRINT,))
+    world.client("c", "p0", only=(FINGERPRINT,))
     world.run(3.0)
-    world.add("r")
-    world.publish("r", fingerprint=b"h" * 32, model="newer")
-    world.connect("r", "p1")
+    world.start("r", "p1", fingerprint=b"h" * 32, model="newer")
     named = lambda: {name for model in world["c"].models() for name in model.names}  # noqa: E731
     assert world.run(5.0, until=lambda: "newer" in named())
     world.crash("r")
@@ -124,12 +114,7 @@ def test_a_list_of_very_many_models_fits_a_message() -> None:
 
 
 def snapshots_asked(world: World) -> int:
-    return sum(
-        message.snapshot
-        for messages in world.arrived.values()
-        for message in messages
-        if isinstance(message, Subscribe | GossipHello)
-    )
+    return sum(message.snapshot for message in world.arrived() if isinstance(message, Subscribe | GossipHello))
 
 
 def test_a_client_with_three_sources_takes_one_snapshot() -> None:
@@ -137,14 +122,14 @@ def test_a_client_with_three_sources_takes_one_snapshot() -> None:
     world = World(45)
     names = world.peers(12)
     world.run(20.0)
-    client(world, at="p3")
-    world.arrived |= {name: [] for name in names}
+    world.listen(names)
+    world.client("c", "p3")
     world.run(4.5)  # before the next renewals
     assert len(world["c"].neighbours) == circle.KEPT_SOURCES
     assert snapshots_asked(world) == 1
-    told_full = sum(t.descriptor is not None for m in world.arrived["c"] if isinstance(m, Delta) for t in m.records)
+    told_full = sum(t.descriptor is not None for m in world.arrived("c") if isinstance(m, Delta) for t in m.records)
     assert told_full == 12
-    assert sum(size(message) for message in world.arrived["c"]) < 1.5 * 12 * 560
+    assert sum(size(message) for message in world.arrived("c")) < 1.5 * 12 * 560
 
 
 def test_what_the_first_source_leaves_out_the_others_tell() -> None:
@@ -152,8 +137,8 @@ def test_what_the_first_source_leaves_out_the_others_tell() -> None:
     names = world.peers(5)
     world.run(20.0)
     world["p0"].table.evict(world.there["p4"].peer, world.now)
-    client(world, at="p0")
-    world["c"].remember("p1", given=True)
+    world.client("c", "p0")
+    world["c"].remember(world.address("p1"), given=True)
     world.connect("c", "p1")
     assert world.run(2.0, until=lambda: world.listed("c") == set(names))
 
@@ -162,9 +147,8 @@ def test_a_newcomer_with_three_addresses_takes_one_snapshot() -> None:
     world = World(47)
     names = world.peers(12)
     world.run(20.0)
-    world.add("new")
-    world.publish("new")
-    world.arrived |= {name: [] for name in (*names, "new")}
+    world.start("new")
+    world.listen((*names, "new"))
     for name in names[:3]:
         world.connect("new", name)
     assert world.run(5.0, until=lambda: world.listed("new") == {*names, "new"})
@@ -176,16 +160,13 @@ def test_a_snapshot_that_stops_half_way_is_asked_of_somebody_else() -> None:
     names = world.peers(3)
     world.run(20.0)
     for kind in ("stalls", "dies"):
-        world.arrived.clear()
-        client(world, name=kind, at="p0")
-        (first,) = world.there[kind].streams
-        world.there[kind].streams[first], kept = ("nobody", 0), world.there[kind].streams[first]
-        del world.there["p0"].streams[kept[1]]  # nothing comes from there any more
+        world.network.cut(["p0"], [kind])  # nothing comes from there
+        world.client(kind, "p0")
         world.connect(kind, "p1")
         world.run(0.5)
         assert not world[kind].complete
         if kind == "dies":
-            del world.there[kind].streams[first]
+            (first,) = (one.key for one in world[kind].neighbours if one.peer == world.there["p0"].peer)
             world[kind].detach(first, world.now)
         within_s = registry.SNAPSHOT_STALL_S + 1.0 if kind == "stalls" else 0.5
         assert world.run(within_s, until=lambda kind=kind: world[kind].complete)  # type: ignore[misc]
@@ -197,8 +178,8 @@ def test_a_client_that_there_is_no_room_for_learns_of_others(monkeypatch: pytest
     world = World(49)
     names = world.peers(3)
     world.run(20.0)
-    client(world, name="c1", at="p0")
-    client(world, name="c2", at="p0")
+    world.client("c1", "p0")
+    world.client("c2", "p0")
     assert world.run(20.0, until=lambda: world.listed("c2") == set(names))
     world.run(20.0)
     assert {one.peer for one in world["c2"].neighbours} <= {world.there["p1"].peer, world.there["p2"].peer}

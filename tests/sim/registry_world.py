@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 
 from swarm.errors import MessageError
@@ -54,6 +54,7 @@ class Participant:
         *,
         client: bool,
         fingerprint: bytes | None,
+        only: Collection[bytes] | None,
         first_seq: int | None,
         disk: Disk,
     ) -> None:
@@ -61,6 +62,7 @@ class Participant:
         self.client, self.fingerprint = client, fingerprint
         self.actions: list[Action] = []
         self.joining: set[str] = set()
+        self.arrived: list[Message] | None = None  # all that comes, for whoever wants to look
         self.published_at: float | None = None  # virtual time of the first
         self.ended_at: float | None = None  # left, or crashed
         wall_ms = host.wall_ms()
@@ -69,7 +71,7 @@ class Participant:
             None if client else identity,
             now=host.clock(),
             rng=random.Random(f"{world.seed} {host.name} {host.network.now}"),
-            only=None if fingerprint is None or not client else (fingerprint,),
+            only=only,
             first_seq=self.first_seq,
             unix_ms=wall_ms,
             check=world.notary.check,
@@ -150,6 +152,8 @@ class Participant:
             raise MessageError("clients are dialled by nobody")
 
     def received(self, end: End, message: Message) -> None:
+        if self.arrived is not None:
+            self.arrived.append(message)
         if end.tag is None:
             if not isinstance(message, GossipHello | Subscribe):
                 raise MessageError(f"a stream begins with {message.kind}")
@@ -255,16 +259,28 @@ class RegistryWorld:
         *,
         client: bool = False,
         fingerprint: bytes | None = None,
+        only: Collection[bytes] | None = None,
         first_seq: int | None = None,
         wall_error_s: float = 0.0,
+        identity_of: str | None = None,
     ) -> Participant:
-        """Not published, and without a neighbour. fingerprint: what it serves, or wants to hear of."""
+        """Not published, and without a neighbour. fingerprint: what it serves, or a client wants to hear of (`only`:
+        of so many). identity_of: somebody whose key it has, if not its own."""
         host = self.network.add(name, self.address(name), wall_error_s=wall_error_s)
-        identity = self.notary.identity(name)
+        identity = self.notary.identity(identity_of or name)
+        if client and fingerprint is not None:
+            only = (fingerprint,)
         self._peers[name] = identity.peer_id
         disk = self.disks.setdefault(name, Disk())
         made = Participant(
-            self, host, identity, client=client, fingerprint=fingerprint, first_seq=first_seq, disk=disk
+            self,
+            host,
+            identity,
+            client=client,
+            fingerprint=fingerprint,
+            only=only,
+            first_seq=first_seq,
+            disk=disk,
         )
         self.there[name] = made
         host.mark()
