@@ -24,6 +24,8 @@ from peer.kv import LayerKV
 
 NOTING = "layerswarm-noting"  # an attention of its own, so that the one that serves needn't ask if it is a trial
 FAR = 1 << 30  # positions: no window is so long
+SQUARE = 200  # a position whose keys are all asked for, whatever the window
+MOST_KEYS = 1 << 16  # that one position is asked about
 
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Any]  # batch, head, query, key -> visible?
 
@@ -129,10 +131,21 @@ def reach_of(mask_function: MaskFunction, local_size: int | None = None) -> tupl
         later = bisect_left(range(FAR, 2 * FAR), True, key=lambda query: first(query) != since)
         kv = LayerKV(0, 0, 0, FAR + later - since, chunked=True)
     size = kv.window or 1
-    for query in (0, 1, size - 1, size, size + 1, 3 * size + 1, FAR + 7):
-        if first(query) != kv.first_seen(query) or not sees(query, query) or sees(query, query + 1):
+    for query in (0, 1, size - 1, size, size + 1, 3 * size + 1, SQUARE, FAR + 7):
+        seen = kv.first_seen(query)
+        keys = _keys_to_ask(0 if query < MOST_KEYS else max(0, seen - size - 1), seen, query)
+        said = torch.as_tensor(mask_function(zero, zero, torch.full_like(keys, query), keys)).broadcast_to(keys.shape)
+        if not torch.equal(said, (keys >= seen) & (keys <= query)):
             raise UnlikeMask("a mask that is neither causal, nor a window, nor chunks")
     return kv.window, kv.chunked
+
+
+def _keys_to_ask(low: int, seen: int, query: int) -> Tensor:
+    """[n] int64: every key from `low` to just after `query`, or where those are too many, so many evenly and all
+    around the two ends of what `query` is to see."""
+    step = -(-(query + 3 - low) // MOST_KEYS)
+    ends = [at for end in (seen, query) for at in range(max(0, end - 2), end + 3)]
+    return torch.cat([torch.arange(low, query + 3, step), torch.tensor(ends)])
 
 
 class _NotingLayer(CacheLayerMixin):

@@ -37,6 +37,11 @@ def test_chunks_whose_mask_is_on_meta_have_the_size_that_comes_with_it() -> None
         masks.or_masks(masks.causal_mask_function, lambda b, h, q, k: k < 4),  # a prefix that all see
         masks.or_masks(masks.sliding_window_causal_mask_function(6), lambda b, h, q, k: k == 0),  # and its start
         masks.and_masks(masks.causal_mask_function, lambda b, h, q, k: (q - k) % 2 == 0),  # every other one
+        masks.or_masks(masks.sliding_window_causal_mask_function(6), lambda b, h, q, k: q - k == 9),  # one before it
+        masks.and_masks(masks.sliding_window_causal_mask_function(6), lambda b, h, q, k: q - k != 2),  # a hole in it
+        masks.and_masks(masks.sliding_window_causal_mask_function(4096), lambda b, h, q, k: q - k != 1234),
+        masks.and_masks(masks.causal_mask_function, lambda b, h, q, k: q - k != 77),
+        masks.or_masks(masks.causal_mask_function, lambda b, h, q, k: k == q + 2),
     ],
 )
 def test_any_other_mask_is_not_taken_for_one_of_these(other: object) -> None:
