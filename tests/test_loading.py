@@ -50,11 +50,11 @@ def llama(vocab: int = 64, width: int = 1536, inner: int = 6144) -> Case:
         "intermediate_size": inner,
         "num_attention_heads": 12,
     }
-    return Case({**config, "vocab_size": vocab}, tensors | ends(vocab, width), layers=(1, 3))
+    return Case({**config, "vocab_size": vocab}, tensors | ends(vocab, width))
 
 
 def mixtral() -> Case:
-    width, inner, experts = 1024, 3072, 8
+    width, inner, experts = 1024, 3072, 4
     tensors: Tensors = {}
     for layer in range(LAYERS):
         at = f"model.layers.{layer}"
@@ -77,7 +77,7 @@ def mixtral() -> Case:
 
 def deepseek_v3() -> Case:
     """In blocks of fp8. Attention is small here: what counts are the experts, and in layer 0 matrices of 25 MB."""
-    width, inner, experts, low, heads, dim, dense = 1024, 1024, 24, 128, 4, 32, 24 << 10
+    width, inner, experts, low, heads, dim, dense = 1024, 1024, 12, 128, 4, 32, 24 << 10
     plain = {
         "self_attn.q_a_proj": (low, width),
         "self_attn.q_b_proj": (heads * 2 * dim, low),
@@ -118,7 +118,7 @@ def deepseek_v3() -> Case:
 
 def gpt_oss() -> Case:
     """In mxfp4."""
-    width, inner, experts, heads, dim = 1024, 1024, 24, 4, 64
+    width, inner, experts, heads, dim = 1024, 1024, 12, 4, 64
     tensors: Tensors = {}
     for layer in range(LAYERS):
         at = f"model.layers.{layer}"
@@ -157,7 +157,7 @@ def gguf_llama(kind: str, width: int = 1536, vocab: int = 64, experts: int = 0) 
     tensors |= {"output_norm.weight": ("F32", (width,)), "output.weight": (kind, (vocab, width))}
     metadata = {"embedding_length": width, "feed_forward_length": inner, "attention.head_count": width // 128}
     metadata |= {"expert_count": experts, "expert_used_count": 2, "attention.layer_norm_rms_epsilon": 1e-5}
-    return Case(metadata, tensors, layers=(1, 2) if experts else (1, 3), is_gguf=True)
+    return Case(metadata, tensors, is_gguf=True)
 
 
 def norms(at: str, width: int) -> Tensors:
@@ -233,15 +233,15 @@ def beyond_memory() -> Case:
 
 CASES: Mapping[str, Case] = {
     "bfloat16 to float32": llama(),
-    "bfloat16 as it is": llama()._replace(dtype="bfloat16"),
-    "a large embedding": llama(vocab=96 << 10, width=768, inner=768)._replace(layers=(0, 1)),
+    "bfloat16 as it is": llama()._replace(dtype="bfloat16", layers=(1, 3)),
+    "a large embedding": llama(vocab=48 << 10, width=768, inner=768)._replace(layers=(0, 1)),
     "merged experts": mixtral(),
     "experts in fp8": deepseek_v3(),
     "large matrices in fp8": deepseek_v3()._replace(layers=(0, 1)),
     "mxfp4": gpt_oss(),
     "files beyond memory": beyond_memory(),
     "GGUF, Q4_K": gguf_llama("Q4_K"),
-    "GGUF, Q6_K, experts, bfloat16": gguf_llama("Q6_K", 1024, experts=16)._replace(dtype="bfloat16"),
+    "GGUF, Q6_K, experts, bfloat16": gguf_llama("Q6_K", 1024, experts=8)._replace(dtype="bfloat16"),
     "a GGUF file beyond memory": gguf_llama("Q8_0", vocab=2 * psutil.virtual_memory().total // 1536),
 }
 

@@ -67,7 +67,16 @@ async def rest(answer: Generation) -> Completion:
 # ---------------------------------------------------------------- with windows
 
 
-@pytest.fixture(scope="module", params=sorted(FAMILIES))
+# the others differ in what tests/test_windows.py checks of each
+IN_SHORT = ("gpt_oss", "mistral")
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(kind, marks=() if kind in IN_SHORT else pytest.mark.long) for kind in sorted(FAMILIES)
+    ],
+)
 def windowed(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Any]:
     kind = request.param
     folder = write_model(
