@@ -1,36 +1,43 @@
 """How fast a token comes: transformers alone, the swarm with one peer, the swarm with three, on loopback.
 
-The real model (SmolLM2-135M-Instruct) in float32, 128 tokens greedily, five rounds, interleaved in one run:
-every round measures each of the three once, and what is compared are medians over rounds. Torch threads are the
-physical cores in every process, and waiting is passive, or idle peers would spin. Prints; the engine's own
-benchmark sets the bar.
+Greedy, over rounds interleaved in one run: every round measures each of the three once, and what is compared are
+medians over rounds. Torch threads are the physical cores in every process. SmolLM2-135M-Instruct in float32, or random
+weights in the shape of Llama 3.2 1B in bfloat16, which every process holds for itself (10 GB in all).
 
-    python -m benchmarks.decode [--rounds N] [--tokens N] [--json]
+    python -m benchmarks.decode [--model smollm2|llama-1b] [--rounds N] [--tokens N] [--json]
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import statistics
 import tempfile
-import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is imported
+# before torch: it sets how its threads wait
+from benchmarks.engine import GREEDY_PROMPT, generate_token_s, random_prompt  # isort: skip
+import torch
 
-from benchmarks.machine import physical_cores, report
+from benchmarks.machine import Targets, physical_cores, report
+from benchmarks.models import MODELS, load, save_random
 from peer.local import LocalSwarm
-from peer.smollm2 import ensure_smollm2
+from peer.source import resolve_model
 from swarm import AsyncClient
 from swarm.generation import Completion
 from swarm.state import StateDir
 
 PROMPT = "Tell me the history of the bicycle, from the first wooden ones until today."
-SWARMS = {"one peer": ["0:30"], "three peers": ["0:8", "8:21", "21:30"]}
+DTYPES = {"smollm2": "float32", "llama-1b": "bfloat16"}
+TOKENS = {"smollm2": 128, "llama-1b": 24}
+SPANS = {
+    "smollm2": {"one peer": ["0:30"], "three peers": ["0:8", "8:21", "21:30"]},
+    "llama-1b": {"one peer": ["0:16"], "three peers": ["0:6", "6:12", "12:16"]},
+}
+TARGET = 1.0  # three peers on loopback, over transformers in one process
 
 
 @dataclass
@@ -58,87 +65,70 @@ class Measured:
         return {name: round(statistics.median(values), 3) for name, values in named.items() if values}
 
 
-class Transformers:
-    """`generate` in this process, its first token left out of the time as in the swarm."""
-
-    def __init__(self, file: Path, threads: int) -> None:
-        import torch
-        from transformers import AutoModelForCausalLM, AutoTokenizer
-
-        torch.set_num_threads(threads)
-        place = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
-        self._model = AutoModelForCausalLM.from_pretrained(**place, dtype=torch.float32).eval()
-        tokenizer = AutoTokenizer.from_pretrained(**place)
-        text = tokenizer.apply_chat_template(
-            [{"role": "user", "content": PROMPT}], tokenize=False, add_generation_prompt=True
-        )
-        self._ids = tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids
-
-    def tokens_per_s(self, tokens: int) -> float:
-        import torch
-        from transformers import StoppingCriteria, StoppingCriteriaList
-
-        times: list[float] = []
-
-        class Clock(StoppingCriteria):
-            def __call__(self, input_ids: Any, scores: Any, **_: Any) -> Any:
-                times.append(time.perf_counter())
-                return torch.zeros(input_ids.shape[0], dtype=torch.bool)
-
-        with torch.inference_mode():
-            self._model.generate(
-                self._ids,
-                max_new_tokens=tokens,
-                min_new_tokens=tokens,
-                do_sample=False,
-                stopping_criteria=StoppingCriteriaList([Clock()]),
-            )
-        return (len(times) - 1) / (times[-1] - times[0])
-
-
-async def measure(rounds: int, tokens: int) -> dict[str, Measured]:
+async def measure(name: str, rounds: int, tokens: int) -> dict[str, Measured]:
     threads, cache = physical_cores(), StateDir.open(None).cache
-    alone = Transformers(ensure_smollm2(cache), threads)
-    measured = {name: Measured() for name in ("transformers", *SWARMS)}
+    both, dtype = load(name, getattr(torch, DTYPES[name])), DTYPES[name]
+    prompt = random_prompt(both, GREEDY_PROMPT)
+
+    def alone() -> float:
+        torch.set_num_threads(threads)  # counts for the thread that says it
+        return 1 / generate_token_s(both.theirs, prompt, tokens)
+
+    measured = {kind: Measured() for kind in ("transformers", *SPANS[name])}
     with tempfile.TemporaryDirectory(prefix="swarm-bench-") as folder:
-        async with _swarms(Path(folder), cache, threads) as clients:
+        home = Path(folder)
+        model = await asyncio.to_thread(_checkpoint, name, home / "model", cache)
+        swarms = {kind: LocalSwarm(model, _made(home / kind[:3]), cache, threads=threads) for kind in SPANS[name]}
+        async with _swarms(swarms, SPANS[name], dtype) as clients:
             for number in range(-1, rounds):  # round -1 warms up and isn't counted
-                speed = await asyncio.to_thread(alone.tokens_per_s, tokens)
+                speed = await asyncio.to_thread(alone)
                 answers = {
-                    name: await clients[name].generate(PROMPT, max_tokens=tokens, temperature=0) for name in SWARMS
+                    kind: await client.generate(PROMPT, max_tokens=tokens, temperature=0)
+                    for kind, client in clients.items()
                 }
                 if number < 0:
                     continue
                 measured["transformers"].tokens_per_s.append(speed)
-                for name, answer in answers.items():
-                    measured[name].add(answer)
-                print(
-                    f"round {number + 1}: " + ", ".join(f"{n} {m.tokens_per_s[-1]:.1f}" for n, m in measured.items()),
-                    flush=True,
-                )
+                for kind, answer in answers.items():
+                    measured[kind].add(answer)
+                last = ", ".join(f"{kind} {m.tokens_per_s[-1]:.1f}" for kind, m in measured.items())
+                print(f"round {number + 1}: {last}", flush=True)
     return measured
 
 
-class _swarms:
-    """Both swarms at once; only one of them works at a time."""
+def _made(folder: Path) -> Path:
+    folder.mkdir()
+    return folder
 
-    def __init__(self, home: Path, cache: Path, threads: int) -> None:
-        self._swarms = {}
-        self._clients = {}
-        for name in SWARMS:
-            place = home / name.replace(" ", "-")
-            place.mkdir()
-            self._swarms[name] = LocalSwarm("smollm2", place, cache, threads=threads)
-            self._clients[name] = AsyncClient(self._swarms[name].address, home=place / "client")
+
+def _checkpoint(name: str, folder: Path, cache: Path) -> str:
+    """What peers are told to serve: the real model by its name, a random one with the real one's tokenizer."""
+    if name == "smollm2":
+        return name
+    save_random(name, getattr(torch, DTYPES[name]), _made(folder))
+    for file, content in resolve_model("smollm2", cache=cache).tokenizer_files().items():
+        if not (folder / file).exists():
+            (folder / file).write_bytes(content)
+    return str(folder)
+
+
+class _swarms:
+    """All of them at once; only one of them works at a time."""
+
+    def __init__(self, swarms: Mapping[str, LocalSwarm], spans: Mapping[str, list[str]], dtype: str) -> None:
+        self._swarms, self._spans, self._dtype = swarms, spans, dtype
+        self._clients: dict[str, AsyncClient] = {}
 
     async def __aenter__(self) -> dict[str, AsyncClient]:
-        for name, layers in SWARMS.items():
-            swarm, client = self._swarms[name], self._clients[name]
-            for index, span in enumerate(layers):
-                await swarm.start(f"peer{index}", "--layers", span)
+        for kind, spans in self._spans.items():
+            swarm = self._swarms[kind]
+            client = self._clients[kind] = AsyncClient(swarm.address, home=swarm.home / "client")
+            for index, span in enumerate(spans):
+                options = ("--layers", span, "--dtype", self._dtype, "--context", "2048", "--max-sessions", "2")
+                await swarm.start(f"peer{index}", *options)
                 if index == 0:
                     await swarm.connect(client)
-            await swarm.serving(client, [f"peer{index}" for index in range(len(layers))])
+            await swarm.serving(client, [f"peer{index}" for index in range(len(spans))])
         return self._clients
 
     async def __aexit__(self, *_: object) -> None:
@@ -149,20 +139,26 @@ class _swarms:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
+    parser.add_argument("--model", choices=MODELS, default="smollm2")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--json", action="store_true", help="accepted for uniformity: the last line always is JSON")
+    parser.add_argument("--tokens", type=int, help="in each answer (by default 128, and 24 of llama-1b)")
+    parser.add_argument("--json", action="store_true", help="for uniformity: the last line always is JSON")
     options = parser.parse_args()
-    measured = asyncio.run(measure(options.rounds, options.tokens))
+    tokens = options.tokens or TOKENS[options.model]
+    measured = asyncio.run(measure(options.model, options.rounds, tokens))
     results: dict[str, Any] = {name: one.medians() for name, one in measured.items()}
     alone = measured["transformers"].tokens_per_s
-    for name in SWARMS:
-        ratios = [mine / theirs for mine, theirs in zip(measured[name].tokens_per_s, alone, strict=True)]
-        results[name]["ratio_to_transformers"] = round(statistics.median(ratios), 3)
+    for kind in SPANS[options.model]:
+        ratios = [mine / theirs for mine, theirs in zip(measured[kind].tokens_per_s, alone, strict=True)]
+        results[kind]["ratio_to_transformers"] = round(statistics.median(ratios), 3)
     for name, figures in results.items():
         print(f"{name:14}" + "  ".join(f"{key} {value}" for key, value in figures.items()))
-    report("decode", results, {})
+    targets = Targets()
+    name = f"{options.model}: three peers / transformers"
+    targets.judge(name, results["three peers"]["ratio_to_transformers"], TARGET)
+    report("decode", {options.model: results}, targets.judged)
 
 
 if __name__ == "__main__":

@@ -68,7 +68,7 @@ class LocalSwarm:
     def __init__(self, model: str, home: Path, cache: Path, *, threads: int = 1) -> None:
         self.address = f"127.0.0.1:{free_port()}"
         self.peers: dict[str, LocalPeer] = {}
-        self._model, self._home, self._cache, self._threads = model, home, cache, threads
+        self._model, self.home, self._cache, self._threads = model, home, cache, threads
         self._starts = 0
 
     async def __aenter__(self) -> LocalSwarm:
@@ -84,7 +84,7 @@ class LocalSwarm:
         where = joins if self.peers else ["--port", self.address.rpartition(":")[2]]
         command = [sys.executable, "-m", "cli", "peer", self._model, "--host", "127.0.0.1", "--device", "cpu"]
         command += ["--threads", str(self._threads), "--name", name, *where, *options]
-        log = self._home / f"{self._starts}-{name}.log"
+        log = self.home / f"{self._starts}-{name}.log"
         with log.open("wb") as output:
             process = await asyncio.create_subprocess_exec(
                 *command,
@@ -106,7 +106,7 @@ class LocalSwarm:
 
     def environment(self, home: str) -> dict[str, str]:
         kept = {key: value for key, value in os.environ.items() if key != "SWARM_JOIN"}
-        return kept | {"SWARM_HOME": str(self._home / home), "SWARM_CACHE": str(self._cache)}
+        return kept | {"SWARM_HOME": str(self.home / home), "SWARM_CACHE": str(self._cache)}
 
     async def connect(self, client: AsyncClient) -> None:
         """Connect as soon as the first peer listens. Raises SwarmError when it ended instead."""
