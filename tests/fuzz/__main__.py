@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
+import importlib.util
 import itertools
 import logging
 import os
@@ -88,7 +89,7 @@ def run(targets: Sequence[Target], seed: int, start: int, inputs: int | None, se
 
 
 def guided(target: Target, seed: int, seconds: float) -> None:
-    """libFuzzer through atheris, which isn't among the requirements: pip install atheris. Never returns."""
+    """libFuzzer through atheris, led by the coverage of what is imported from here on. Never returns."""
     import atheris  # type: ignore[import-not-found]
 
     atheris.instrument_all()
@@ -116,14 +117,21 @@ def main() -> int:
     parser.add_argument("--inputs", type=int, help="so many of each parser")
     parser.add_argument("--seed", type=int, default=None, help="another one each time, unless given")
     parser.add_argument("--start", type=int, default=0, help="number of the first input")
-    parser.add_argument("--only", help="one parser", choices=[target.name for target in TARGETS])
+    names = [target.name for target in TARGETS]
+    parser.add_argument("--only", help="this parser alone; may be given again", choices=names, action="append")
+    parser.add_argument("--but", help="not this parser; may be given again", choices=names, action="append", default=[])
     parser.add_argument("--guided", action="store_true", help="look for new paths with atheris (needs --only)")
     options = parser.parse_args()
     seed = options.seed if options.seed is not None else random.SystemRandom().randrange(1 << 32)
     seconds = 60 * options.minutes if options.minutes else (float("inf") if options.inputs else 60.0)
     logging.disable(logging.CRITICAL)
-    targets = [target for target in TARGETS if options.only in (None, target.name)]
+    wanted = [name for name in options.only or names if name not in options.but]
+    targets = [target for target in TARGETS if target.name in wanted]
     if options.guided:
+        if len(targets) != 1:
+            parser.error("--guided leads one parser by its coverage: name it with --only")
+        if importlib.util.find_spec("atheris") is None:
+            parser.error("--guided needs atheris, which isn't among the requirements: pip install atheris")
         guided(targets[0], seed, seconds)
     scores = run(targets, seed, options.start, options.inputs, seconds)
     for score in scores:
