@@ -37,6 +37,7 @@ from routing.spans import Span
 from swarm.errors import CacheFull, CannotRewind, CapacityError, MessageError
 from swarm.identity import PeerId
 from swarm.messages import (
+    MAX_IDS_TOLD,
     NOTHING_SPENT,
     Close,
     Credit,
@@ -242,6 +243,7 @@ class Hop:
         self._credit = 0
         self._limit = 0
         self._released = 0  # ids before this position were given to the client
+        self._given_from = 0  # those before it were the client's own when it resumed
         self._stop_ids: frozenset[int] = frozenset()
         self._sampling = Sampling()
         self._likely: dict[int, Likelihoods] = {}  # of ids drawn since Resume, by position, if they are wanted
@@ -410,7 +412,7 @@ class Hop:
         del self._ids[message.ids_from :]
         self._ids += ids
         if self._is_last:
-            self._released = self._sent = len(self._ids)
+            self._released = self._given_from = self._sent = len(self._ids)
             self._credit, self._limit, self._finish = message.credit, message.limit, None
             self._stop_ids = frozenset(message.stop_ids)
             self._sampling = sampling
@@ -449,7 +451,7 @@ class Hop:
         if message.epoch != self._epoch or not self._resumed or not self._is_last:
             return
         if message.have < self._released:  # the client missed some: those first
-            self._give_tokens(message.have)
+            self._give_tokens(max(message.have, self._given_from))
         self._credit = max(self._credit, message.upto)
         self._release()
         self._next_job(now)
@@ -738,10 +740,12 @@ class Hop:
             self._sent = upto
 
     def _give_tokens(self, start: int) -> None:
-        ids = self._ids[start : self._released]
-        finish = self._finish if self._released == len(self._ids) else None
+        """As many as one message may have; a client that missed more asks again behind them."""
+        stop = min(self._released, start + MAX_IDS_TOLD)
+        ids = self._ids[start:stop]
+        finish = self._finish if stop == len(self._ids) else None
         spent, self._spent = self._spent, NOTHING_SPENT
-        likely = [self._likely[at] for at in range(start, self._released) if at in self._likely]
+        likely = [self._likely[at] for at in range(start, stop) if at in self._likely]
         tensors = likelihood_tensors(likely) if len(likely) == len(ids) else {}
         self._tell(Tokens(self._epoch, start, finish, ids_tensor(ids), spent, **tensors))
 

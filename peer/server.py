@@ -53,6 +53,7 @@ from swarm.flow import Priority
 from swarm.identity import PeerId
 from swarm.link import Link, Stream
 from swarm.messages import (
+    MAX_BIASED,
     Extend,
     HopRef,
     Message,
@@ -70,16 +71,17 @@ from swarm.messages import (
     Where,
 )
 from swarm.node import Node
-from swarm.packing import Specs
+from swarm.packing import MAX_MAP_BYTES, Specs
 from swarm.race import race
 from swarm.records import open_descriptor
-from swarm.tensors import ITEM_BYTES, ids_tensor, read_ids
+from swarm.tensors import ITEM_BYTES, check_ids, ids_tensor, read_ids
 from swarm.transport import Transport
 
 log = logging.getLogger("swarm.server")
 
 MAX_STEP_ROWS = 2048  # rows of one step that a neighbour may send; our own chunks are far smaller
 STEP_HEADER_BYTES = 1024  # a step's map
+RESUME_BYTES = MAX_MAP_BYTES + 2 + 8 * MAX_BIASED  # beside its ids, of which there are as many as the context has
 TELL_AGAIN_S = 6.0  # while leaving: above the 5 s for which a client with nowhere to go lets the matter rest
 
 
@@ -121,8 +123,9 @@ class Server:
         self.on_change: Callable[[], None] = lambda: None  # a session came or went
         self.emptied = asyncio.Event()
         self.emptied.set()
-        transport.handle(Open, self._on_session)
-        transport.handle(Prepare, self._on_session)
+        for first in (Open, Prepare):
+            most = RESUME_BYTES + ITEM_BYTES["int32"] * serving.context
+            transport.handle(first, self._on_session, max_message_bytes=most)
         most = STEP_HEADER_BYTES + MAX_STEP_ROWS * serving.width * ITEM_BYTES[serving.dtype]
         transport.handle(StepsLink, self._on_steps, max_message_bytes=most)
         transport.handle(TokensLink, self._on_tokens)
@@ -375,7 +378,7 @@ class HopRun:
         if isinstance(message, Open | Prepare):
             check_target(message, self._server.me, self._server.serving)
         elif isinstance(message, Resume) and message.ids is not None:
-            check_ids(read_ids(message.ids), self._server.serving.vocab)
+            check_ids(message.ids, self._server.serving.vocab)
         if self._stream is None or isinstance(message, Open | Prepare):  # else a late one on a stream given up
             self._stream = stream
         self._drive(self.core.receive, message)
@@ -389,8 +392,8 @@ class HopRun:
         """Raises MessageError; the client of this session hears who sent it."""
         assert tokens.ids is not None
         try:
+            check_ids(tokens.ids, self._server.serving.vocab)
             ids = read_ids(tokens.ids)
-            check_ids(ids, self._server.serving.vocab)
         except MessageError as error:
             self._drive(self.core.bad_input, sender, tokens.epoch, str(error))
             raise
@@ -545,12 +548,6 @@ def check_target(message: Open | Prepare, me: PeerId, serving: Serving) -> None:
         raise MessageError(f"hop {target.peer[:8]} doesn't serve layer {target.start} of this model")
     if found.dtype and found.dtype != serving.dtype:
         raise MessageError(f"hop {target.peer[:8]} takes hidden states as {found.dtype}, here they are {serving.dtype}")
-
-
-def check_ids(ids: Sequence[int], vocab: int) -> None:
-    """Raises MessageError where an id isn't one of the model's."""
-    if ids and max(ids) >= vocab:
-        raise MessageError(f"token id {max(ids)} is beyond the vocabulary of {vocab}")
 
 
 class Outbound:

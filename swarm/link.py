@@ -31,8 +31,8 @@ TAKES_NOTHING_S = 30.0  # for the 64 to 128 KiB in the socket: 4 KB a second is 
 LAST_WORD_S = 5.0  # for what is in the socket when a connection is closed
 RECORDS_PER_TURN = 16  # then the loop gets its turn: a bulk transfer can't hog it
 # The same for what comes in. One read brings up to 256 KiB, and that much of the smallest records takes 150 ms:
-# a slice is at most 170 of them, some milliseconds' work.
-RECEIVE_SLICE = 4 << 10
+# a slice is at most 85 of them, a few milliseconds' work (benchmarks/parsers.py).
+RECEIVE_SLICE = 2 << 10
 RECEIVE_TURN_S = 0.003
 MESSAGES_PER_TURN = 8  # a reader that always finds the next message waiting lets others in between; a few ms too
 

@@ -35,6 +35,7 @@ MAX_RECORD_BYTES = 1024  # descriptor and heartbeat together (protocol.md)
 MAX_SECONDS = 1e6        # eleven days; whatever takes longer has failed
 MAX_TEXT = 512           # reasons and names, for people
 MAX_LOGPROBS = 20        # likeliest ids per token, as the field's own interface has it
+MAX_IDS_TOLD = 1024      # in one Tokens; a ring brings one at a time, a client that missed some misses 64
 MAX_BIASED = 1024        # ids with a logit bias
 MAX_BIAS = 100.0         # enough to force or forbid an id
 MIN_REPETITION, MAX_REPETITION = 0.01, 100.0
@@ -393,9 +394,10 @@ class Resume(Message):
         sampling = self.sampling or Sampling()
         if self.bias_ids is None or self.bias is None:
             return sampling
+        count, biases = math.prod(self.bias_ids.shape), math.prod(self.bias.shape)
+        if count != biases or count > MAX_BIASED:  # before any of them is read
+            raise MessageError(f"{biases} biases of {count} ids; of at most {MAX_BIASED} ids each has one")
         ids, bias = read_ids(self.bias_ids), read_floats(self.bias)
-        if len(ids) != len(bias) or len(ids) > MAX_BIASED:
-            raise MessageError(f"{len(bias)} biases of {len(ids)} ids; of at most {MAX_BIASED} ids each has one")
         if not all(abs(value) <= MAX_BIAS for value in bias):  # not a number fails too
             raise MessageError(f"a logit bias lies between -{MAX_BIAS:g} and {MAX_BIAS:g}")
         return dataclasses.replace(sampling, logit_bias=tuple(zip(ids, bias, strict=True)))
@@ -581,15 +583,18 @@ class Tokens(Message):
     def check(self) -> None:
         if self.ids is None or self.ids.dtype != "int32" or len(self.ids.shape) != 1:
             raise MessageError("Tokens needs ids, int32 [n]")
+        if self.ids.shape[0] > MAX_IDS_TOLD:
+            raise MessageError(f"{self.ids.shape[0]} ids in one Tokens, {MAX_IDS_TOLD} are allowed")
 
     def likelihoods(self) -> tuple[Likelihoods, ...]:
         """One for each id, or none at all. Raises MessageError."""
         if self.ids is None or self.logprobs is None or self.top_ids is None:
             return ()
-        count, values, ids = self.ids.shape[0], read_floats(self.logprobs), read_ids(self.top_ids)
-        wide = len(ids) // max(count, 1)
-        if wide > MAX_LOGPROBS or (len(ids), len(values)) != (count * wide, count * (1 + wide)):
-            raise MessageError(f"{len(values)} logprobs and {len(ids)} likeliest ids don't go with {count} ids")
+        count, tops, found = self.ids.shape[0], math.prod(self.top_ids.shape), math.prod(self.logprobs.shape)
+        wide = tops // max(count, 1)
+        if wide > MAX_LOGPROBS or (tops, found) != (count * wide, count * (1 + wide)):  # before any is read
+            raise MessageError(f"{found} logprobs and {tops} likeliest ids don't go with {count} ids")
+        values, ids = read_floats(self.logprobs), read_ids(self.top_ids)
         if not all(value <= 0.0 for value in values):  # not a number fails too
             raise MessageError("a logprob is at most 0")
         rows = []

@@ -70,6 +70,7 @@ from swarm.records import (
 )
 
 MAX_GONE = 16_384  # tombstones, about 700 bytes each; the oldest go first
+LAPSED_AT_ONCE = 128  # a few milliseconds' work
 GONE_S = 600.0  # above MAX_LEASE_S, so that what a slow or cut-off peer still tells finds the tombstone
 OPINIONS = 8  # on the age of one head, at most
 FADED = 0.5  # share of its lease after which a head no longer counts in a digest
@@ -258,9 +259,13 @@ class Table:
             self.places.turn_away(peer, now)
 
     def lapse(self, now: float) -> list[PeerId]:
-        """Move what isn't alive any more to the tombstones, and forget the oldest of those."""
-        over = []
-        while self._lapses and self._lapses[0][0] <= now:
+        """Move what isn't alive any more to the tombstones, and forget the oldest of those.
+
+        At most LAPSED_AT_ONCE of them, since thousands may have been told so that they end together; `next_lapse`
+        then says that more are due.
+        """
+        over: list[PeerId] = []
+        while self._lapses and self._lapses[0][0] <= now and len(over) < LAPSED_AT_ONCE:
             _, peer = heapq.heappop(self._lapses)
             held = self._held.get(peer)
             if held is not None and held.lapses_at <= now:
