@@ -176,7 +176,7 @@ class Transport:
         while True:
             in_a_row += 1
             if in_a_row > ACCEPTS_PER_TURN:
-                in_a_row = 0
+                in_a_row = 1
                 await asyncio.sleep(ACCEPT_PAUSE_S)
             try:
                 sock, address = await self._next(listening)

@@ -26,6 +26,14 @@ def test_no_more_is_taken_than_the_burst_and_the_rate_allow(gaps: list[float], r
         assert taken <= burst + (now - 100.0) * rate + 1e-6
 
 
+def test_whoever_was_quiet_for_long_has_a_burst_and_no_more() -> None:
+    bucket = Bucket(rate=1.0, burst=3.0, now=0.0)
+    assert bucket.take(0.0) and bucket.left(1000.0) == 3.0
+    assert [bucket.take(1000.0) for _ in range(4)] == [True, True, True, False]
+    bucket.spend(2000.0, 1.0)
+    assert [bucket.take(2000.0) for _ in range(3)] == [True, True, False]
+
+
 def test_what_was_not_there_is_there_when_it_says() -> None:
     bucket = Bucket(rate=2.0, burst=3.0, now=0.0)
     assert [bucket.take(0.0) for _ in range(4)] == [True, True, True, False]

@@ -10,6 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from peer import hop as hop_module
 from peer.hop import Compute, EnsureLink, Free, Hop, HopConfig, SendStep, SendTokens, SessionKey, ToClient
 from peer.journal import Journal
 from peer.kv import LayerKV, Reach, Rewinds
@@ -370,6 +371,25 @@ def test_a_client_that_missed_tokens_gets_them_again() -> None:
     drawn(bench, 1, 3, 56)
     (tokens,) = told(bench.say(Credit(1, 50, 3)))
     assert tokens.first_position == 3 and read_ids(tokens.ids) == [55, 56]
+
+
+def test_a_client_isnt_told_again_what_it_brought_itself() -> None:
+    """However often it asks from the beginning: a prompt is long, and saying it costs time."""
+    bench = last_hop()
+    drawn(bench, 0, 2, 55)
+    (tokens,) = told(bench.say(Credit(1, 50, 0)))
+    assert tokens.first_position == 3 and read_ids(tokens.ids) == [55]
+
+
+def test_tokens_come_again_in_pieces_of_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hop_module, "MAX_IDS_TOLD", 2)
+    bench = last_hop(limit=6)
+    for number in range(3):
+        drawn(bench, number, 2 + number, 55 + number)
+    (first,) = told(bench.say(Credit(1, 50, 3)))
+    (second,) = told(bench.say(Credit(1, 50, 5)))
+    assert (first.first_position, read_ids(first.ids), first.finish) == (3, [55, 56], None)
+    assert (second.first_position, read_ids(second.ids), second.finish) == (5, [57], "length")
 
 
 def test_tokens_that_are_asked_for_again_come_with_their_likelihoods() -> None:

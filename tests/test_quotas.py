@@ -101,6 +101,30 @@ def test_the_loops_time_is_an_only_users_until_another_identity_is_connected() -
     assert busy.worked(now, 0.1) == 0.0
 
 
+def test_wasted_bytes_count_for_the_identity_and_for_its_group() -> None:
+    accounts = Accounts(SMALL)
+    wasted = {}
+    for peer in "abcdef":
+        one = account(accounts, peer)
+        wasted[peer] = sum(one.wasted(0.0, 1000) for _ in range(100))
+    assert [wasted[peer] for peer in "abcd"] == [4, 4, 4, 4]
+    assert [wasted[peer] for peer in "ef"] == [0, 0]
+    assert account(accounts, "z", "9.9.9.0/24").wasted(0.0, 4000)
+
+
+def test_many_identities_of_a_group_never_have_more_than_half_of_the_loop() -> None:
+    """Each stays within its own share, and all together take four fifths of the time."""
+    accounts, now = Accounts(DEFAULT_QUOTAS), 0.0
+    many = [account(accounts, peer, "x") for peer in "abcd"]
+    other, waits = account(accounts, "h", "h"), [0.0]
+    for _ in range(200):
+        for one in many:
+            now += 0.0025
+            waits.append(one.worked(now, 0.002))
+    assert max(waits) > 0.1
+    assert other.worked(now, 0.002) == 0.0
+
+
 # ---------------------------------------------------------------- at a connection
 
 

@@ -201,7 +201,9 @@ async def test_a_closed_connection_doesnt_wait_for_ever_for_its_last_word_to_be_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(link_module, "LAST_WORD_S", 0.1)
-    server, client = Transport(Identity.ephemeral()), Transport(Identity.ephemeral())
+    monkeypatch.setattr(link_module, "TAKES_NOTHING_S", 3600.0)
+    patient = replace(LIMITS, dead_after_s=3600.0)  # nothing else ends it
+    server, client = Transport(Identity.ephemeral()), Transport(Identity.ephemeral(), limits=patient)
     await server.listen("127.0.0.1", 0)
     async with asyncio.timeout(30):
         link = await client.dial(Address(None, "127.0.0.1", server.port or 0))

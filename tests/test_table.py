@@ -26,6 +26,20 @@ def test_a_lease_is_what_remains_of_it() -> None:
     assert held.lapse(105.0) == [ALICE.peer_id]
 
 
+def test_leases_that_end_together_are_worked_off_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever signs thousands of records can have them all end at one moment."""
+    monkeypatch.setattr(table, "LAPSED_AT_ONCE", 2)
+    held, signers = Table(), [Identity.from_seed(bytes([number]) * 32) for number in range(1, 6)]
+    for signer in signers:
+        held.accept(told(identity=signer), now=0.0)
+    over = []
+    while (due := held.next_lapse) is not None and due <= LEASE_S:
+        some = held.lapse(LEASE_S)
+        assert 0 < len(some) <= 2 and held.live(LEASE_S) == ()
+        over += some
+    assert sorted(over) == sorted(signer.peer_id for signer in signers)
+
+
 def test_a_repeated_heartbeat_stretches_nothing() -> None:
     held = Table()
     held.accept(told(age_s=4.0), now=100.0)

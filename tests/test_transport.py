@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import gc
 import random
 import socket
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
+from time import monotonic
+from typing import Any
 
 import pytest
 
@@ -387,7 +391,9 @@ async def test_a_strange_program_on_the_port_is_shrugged_off(
 
 
 async def test_strangers_who_say_nothing_never_crowd_out_a_peer(make: Make) -> None:
-    server, client = await make(LOW), await make(HIGH, listen=False)
+    """Each is dropped as soon as others need its place, not only when its time is over."""
+    limits = replace(DEFAULT_LIMITS, handshake_s=3600.0)
+    server, client = await make(LOW, limits=limits), await make(HIGH, listen=False)
     strangers = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(100)]
     await client.dial(at(server))
     assert server._door.pending <= door_module.MAX_PENDING
@@ -396,6 +402,56 @@ async def test_strangers_who_say_nothing_never_crowd_out_a_peer(make: Make) -> N
             assert await reader.read() == b""
     for _, writer in strangers:
         writer.close()
+
+
+async def test_a_strangers_time_counts_from_when_it_knocked(make: Make) -> None:
+    """However long it waited for its turn."""
+    server = await make(LOW)
+    server._door._turns.spend(monotonic(), 1000.0)  # nobody has a turn now
+    _, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    async with asyncio.timeout(20):
+        while not server._door.strangers():  # noqa: ASYNC110
+            await asyncio.sleep(0)
+    (waiting,) = server._door.strangers()
+    assert waiting.link is None
+    server._door._turns.spend(monotonic(), -1000.0)
+    server._take_turns()
+    assert waiting.link is not None
+    assert waiting.link.connection.deadline == waiting.since + server._limits.handshake_s
+    writer.close()
+
+
+async def test_connections_are_accepted_a_few_at_a_time(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel has a hundred; the loop gets its turn after each sixteen."""
+    server, turn = await make(LOW), 0
+    loop, accepted, all_here = asyncio.get_running_loop(), list[int](), asyncio.Event()
+
+    def next_turn() -> None:
+        nonlocal turn
+        turn += 1
+        if not all_here.is_set():
+            loop.call_soon(next_turn)
+
+    def arrived(caller: Any) -> None:
+        caller.drop()
+        accepted.append(turn)
+        if len(accepted) == len(sockets):
+            all_here.set()
+
+    monkeypatch.setattr(server, "_arrived", arrived)
+    sockets = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(100)]
+    next_turn()
+    await until(all_here)
+    for sock in sockets:
+        sock.close()
+    assert max(Counter(accepted).values()) <= transport_module.ACCEPTS_PER_TURN
+
+
+async def test_missing_descriptors_are_told_once_a_minute(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    server = await make(LOW)
+    for _ in range(5):
+        server._out_of_descriptors(OSError(errno.EMFILE, "too many open files"))
+    assert len([record for record in caplog.records if "ulimit -n" in record.getMessage()]) == 1
 
 
 async def test_an_identity_holds_few_connections_and_the_newest_stay(make: Make) -> None:

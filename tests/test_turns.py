@@ -13,12 +13,14 @@ from swarm import link as link_module
 from swarm import registry as registry_module
 from swarm.addresses import Address
 from swarm.errors import StreamClosed
+from swarm.flow import Priority
 from swarm.identity import Identity
-from swarm.link import MESSAGES_PER_TURN, RECEIVE_SLICE, Link, Stream
-from swarm.messages import Delta, Message, Told, Where
+from swarm.link import MESSAGES_PER_TURN, RECEIVE_SLICE, RECORDS_PER_TURN, Link, Stream
+from swarm.messages import Delta, Message, Step, Told, Where
 from swarm.node import Node
 from swarm.records import Descriptor, Heartbeat, record_hash, sign_record
 from swarm.registry import Registry, in_parts
+from swarm.tensors import RawTensor
 from swarm.transport import Transport
 
 MANY = 2000
@@ -214,3 +216,57 @@ async def test_a_node_verifies_a_few_records_at_a_time(
     assert len(client.entries()) == 10 and sum(sizes) == 10 and max(sizes) == 4
     await client.close()
     await peer.close()
+
+
+async def test_whoever_is_over_its_share_isnt_read_until_its_time_has_come(
+    pair: tuple[Transport, Transport], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link, there = await linked(pair)
+    later, paused = list[Callable[[], None]](), asyncio.Event()
+    call_later = there.loop.call_later
+
+    def spy(delay: float, callback: Callable[[], None], *arguments: object) -> object:
+        if delay != 5000.0:
+            return call_later(delay, callback, *arguments)
+        later.append(callback)
+        paused.set()
+        return None
+
+    monkeypatch.setattr(there.loop, "call_later", spy)
+    monkeypatch.setattr(there.connection, "worked", lambda now, seconds: 5000.0)
+    await link.open_stream().send(Where(1))
+    await paused.wait()
+    assert not there._transport.is_reading()  # type: ignore[union-attr]
+    monkeypatch.setattr(there.connection, "worked", lambda now, seconds: 0.0)
+    later[0]()
+    assert there._transport.is_reading()  # type: ignore[union-attr]
+    await link.ping()
+
+
+class _Endless:
+    """A socket that takes everything at once."""
+
+    def __init__(self) -> None:
+        self.writes = 0
+
+    def write(self, data: bytes) -> None:
+        self.writes += 1
+
+    def is_closing(self) -> bool:
+        return False
+
+
+async def test_a_fast_socket_doesnt_hold_the_loop_until_everything_has_left(pair: tuple[Transport, Transport]) -> None:
+    link, _ = await linked(pair)
+    real, link._transport = link._transport, _Endless()  # type: ignore[assignment]
+    link._paused = True
+    for number in range(4):
+        tensor = RawTensor("uint8", (900_000,), bytes(900_000))
+        link.open_stream().send_nowait(Step({"hidden": tensor}, epoch=1, position=number), Priority.BULK)
+    link._paused = False
+    link.transmit()
+    assert link._transport.writes == RECORDS_PER_TURN  # type: ignore[union-attr]
+    while link.connection.data_to_send():
+        pass
+    link._transport = real
+    link.abort()
