@@ -45,6 +45,7 @@ class StepSlot:
     hidden_out: Tensor | None = None
     wanted: Tensor | None = None  # indices of the tokens whose logits are wanted
     masks: dict[tuple[int, int, int | None, bool], Tensor] = field(default_factory=dict)
+    noted: list[Tensor] | None = None  # of a trial: the queries, keys and values that attention gets
 
     def clear(self) -> None:
         self.rows, self.hidden_in, self.hidden_out, self.wanted = (), None, None, None
@@ -86,6 +87,8 @@ def attend_rows(
     s_aux: Tensor | None = None,
 ) -> Tensor:
     """`packed_attention` of the model's layer `index`."""
+    if slot.noted is not None:
+        slot.noted += (query, key, value)
     attend = _attend_plain if softcap is None and s_aux is None else _attend_special
     outputs, start = [], 0
     for row in slot.rows:

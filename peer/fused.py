@@ -10,6 +10,8 @@ transformers' own modules give (`matches`); otherwise all of it runs on those, a
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +21,7 @@ from torch import Tensor, nn
 
 from peer.attention import Row, StepSlot, attend_rows
 from peer.families import depends_on_length
+from routing.spans import Span
 
 if TYPE_CHECKING:
     from peer.model import PackedStep, SpanModel, StepOutput
@@ -101,7 +104,7 @@ class FusedSpan:
 
     def __init__(self, model: SpanModel, layers: list[_Layer]) -> None:
         self._layers, self._first = layers, model.span.start
-        self._slot, self._device, self._dtype = StepSlot(), model.device, model.dtype
+        self.slot, self._device, self._dtype = StepSlot(), model.device, model.dtype
         base = model.shell.base_model
         self._rotary = base.rotary_emb
         self._embed = model.shell.get_input_embeddings()
@@ -121,12 +124,12 @@ class FusedSpan:
             assert step.hidden is not None
             x = step.hidden.to(self._device, self._dtype)
         cos, sin = self._table(x, positions)
-        self._slot.rows = step.rows
+        self.slot.rows = step.rows
         try:
             for layer in self._layers[step.span.start - self._first : step.span.stop - self._first]:
-                x = layer(x, cos, sin, self._slot)
+                x = layer(x, cos, sin, self.slot)
         finally:
-            self._slot.clear()
+            self.slot.clear()
         if wanted is None:
             return x, None
         assert self._head is not None
@@ -223,40 +226,64 @@ def join(tensors: list[Tensor]) -> Tensor | None:
 
 @torch.inference_mode()
 def matches(model: SpanModel, made: FusedSpan) -> bool:
-    """Whether each layer by itself, with embedding and head where it has them, gives what the modules give."""
-    from peer.model import PackedStep
-    from routing.spans import Span
+    """Whether each layer by itself, with embedding and head where it has them, gives what the modules give.
 
-    generator = torch.Generator().manual_seed(0)
-    for index in model.span:
-        span = Span(index, index + 1)
-        caches = [model.new_cache(sum(TRIAL_TOKENS), span) for _ in range(2)]
-        position = 0
-        for tokens in TRIAL_TOKENS:
-            inputs: dict[str, Tensor] = (
-                {"ids": torch.randint(model.vocab, (tokens,), generator=generator)}
-                if index == 0
-                else {"hidden": torch.randn(tokens, model.width, generator=generator).to(model.dtype)}
-            )
-            logits = tokens if span.stop == model.layers_total else 0
-            steps = [PackedStep(span, [Row(cache, position, tokens, logits)], **inputs) for cache in caches]
-            right = model.run(steps[0])
-            try:
-                ours = model.run(steps[1], made)
-            except UNLIKE:
-                return False
-            if not _alike(right, ours):
-                return False
-            position += tokens
+    Both at the beginning of a text and at the end of the longest, since there are layers in which something
+    begins only at some position.
+    """
+    last = getattr(model.config, "max_position_embeddings", None) or 0
+    shifts = {0, max(0, last - sum(TRIAL_TOKENS))}
+    with _noting(model.slot) as right, _noting(made.slot) as ours:
+        return all(_layer_matches(model, made, i, shift, right, ours) for i in model.span for shift in shifts)
+
+
+@contextmanager
+def _noting(slot: StepSlot) -> Iterator[list[Tensor]]:
+    """Compared too, since a wrong query may change little in what becomes of it."""
+    slot.noted = []
+    try:
+        yield slot.noted
+    finally:
+        slot.noted = None
+
+
+def _layer_matches(
+    model: SpanModel, made: FusedSpan, index: int, shift: int, right: list[Tensor], ours: list[Tensor]
+) -> bool:
+    """right, ours: what attention is given is added there."""
+    from peer.model import PackedStep
+
+    generator, span = torch.Generator().manual_seed(index), Span(index, index + 1)
+    caches = [model.new_cache(sum(TRIAL_TOKENS), span) for _ in range(2)]
+    position = 0
+    for tokens in TRIAL_TOKENS:
+        inputs: dict[str, Tensor] = (
+            {"ids": torch.randint(model.vocab, (tokens,), generator=generator)}
+            if index == 0
+            else {"hidden": torch.randn(tokens, model.width, generator=generator).to(model.dtype)}
+        )
+        logits = tokens if span.stop == model.layers_total else 0
+        steps = [PackedStep(span, [Row(cache, position, tokens, logits)], **inputs) for cache in caches]
+        right.clear()
+        ours.clear()
+        outputs = [model.run(steps[0], None, shift)]
+        try:
+            outputs.append(model.run(steps[1], made, shift))
+        except UNLIKE:
+            return False
+        if not _alike(_tensors(outputs[0], right), _tensors(outputs[1], ours)):
+            return False
+        position += tokens
     return True
 
 
-def _alike(right: StepOutput, ours: StepOutput) -> bool:
-    pairs = [(right.hidden, ours.hidden)]
-    if right.logits is not None and ours.logits is not None:
-        pairs.append((right.logits, ours.logits))
-    for one, other in pairs:
-        limit = TOLERANCE[right.hidden.dtype] * one.float().norm()
+def _tensors(output: StepOutput, noted: list[Tensor]) -> list[Tensor]:
+    return [output.hidden, *noted, *([] if output.logits is None else [output.logits])]
+
+
+def _alike(right: list[Tensor], ours: list[Tensor]) -> bool:
+    for one, other in zip(right, ours, strict=True):
+        limit = TOLERANCE[right[0].dtype] * one.float().norm()
         if not (one.float() - other.float()).norm() <= limit:  # not a number fails too
             return False
     return True

@@ -133,6 +133,11 @@ class SpanModel:
         self._views.clear()  # the trial's, of single layers
 
     @property
+    def slot(self) -> StepSlot:
+        """Of the step that runs on the modules now."""
+        return self._slot
+
+    @property
     def packs(self) -> bool:
         """Whether rows of several sessions run as one; if not, `forward` runs one after the other."""
         return self.way is Way.PACKED
@@ -145,24 +150,27 @@ class SpanModel:
         """
         return self.run(step, self.fused)
 
-    def run(self, step: PackedStep, fused: FusedSpan | None = None) -> StepOutput:
-        """`forward` in either way. For it, and for the trial that decides between them."""
+    def run(self, step: PackedStep, fused: FusedSpan | None = None, shift: int = 0) -> StepOutput:
+        """`forward` in either way. For it, and for the trial that decides between them.
+
+        shift: added to what the tokens are told of their positions, not to where the caches have them.
+        """
         if fused is not None:
             self._check_span(step.span)
             wanted = self._wanted(step.rows) if step.span.stop == self.layers_total else None
-            return StepOutput(*fused.run(step, self._positions(step.rows), wanted))
+            return StepOutput(*fused.run(step, self._positions(step.rows) + shift, wanted))
         view = self._view(step.span)
         if self.packs or len(step.rows) == 1:
-            return self._run(view, step)
-        outputs = [self._run(view, part) for part in _one_by_one(step)]
+            return self._run(view, step, shift)
+        outputs = [self._run(view, part, shift) for part in _one_by_one(step)]
         logits = [output.logits for output in outputs if output.logits is not None]
         hidden = torch.cat([output.hidden for output in outputs])
         return StepOutput(hidden, torch.cat(logits) if logits else None)
 
-    def _run(self, view: PreTrainedModel, step: PackedStep) -> StepOutput:
+    def _run(self, view: PreTrainedModel, step: PackedStep, shift: int) -> StepOutput:
         slot = self._slot
         try:
-            inputs = self._inputs(step)
+            inputs = self._inputs(step, shift)
             slot.wanted = self._wanted(step.rows) if step.span.stop == self.layers_total else None
             logits = None
             if slot.wanted is not None:
@@ -174,13 +182,13 @@ class SpanModel:
         finally:
             slot.clear()
 
-    def _inputs(self, step: PackedStep) -> dict[str, Any]:
+    def _inputs(self, step: PackedStep, shift: int) -> dict[str, Any]:
         """The arguments of the view's forward; what our own modules need goes to the slot."""
         slot, names = self._slot, self._accepted
         slot.rows = step.rows
         inputs: dict[str, Any] = {"use_cache": False}
         if "position_ids" in names:
-            inputs["position_ids"] = self._positions(step.rows)
+            inputs["position_ids"] = self._positions(step.rows) + shift
         if self.way is Way.OWN_CACHE:
             inputs["use_cache"] = True
             inputs[cache_argument(names)] = RowCache(step.rows[0], self.layers_total)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import CONFIG_MAPPING, PreTrainedModel
 
 from peer.attention import Row
 from peer.fused import TOLERANCE, _Norm, join
 from peer.model import PackedStep, SpanModel
 from peer.weights import load_span
 from routing.spans import Span
-from tests.tiny import MemoryCheckpoint, tiny_model
+from tests.tiny import COMMON, MemoryCheckpoint, random_model, tiny_model
 
 torch.set_num_threads(1)
 
@@ -66,6 +66,16 @@ def test_several_sessions_get_what_the_modules_give(family: str, dtype: torch.dt
             # the tolerance of one layer, for the sum of all: roundings add up at most so
             limit = len(model.span) * TOLERANCE[dtype] * one.float().abs().max()
             assert (one.float() - other.float()).abs().max() <= limit
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_layers_that_differ_only_far_from_the_beginning_keep_their_modules(dtype: torch.dtype) -> None:
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "original_max_position_embeddings": 64}
+    differs = {"head_dim": 8, "rope_parameters": {**rope, "llama_4_scaling_beta": 0.1}}
+    config = CONFIG_MAPPING["ministral3"](**{**COMMON, **differs, "max_position_embeddings": 1024})
+    assert whole(random_model(config), dtype).fused is None  # its queries grow from position 64 on
+    config.rope_parameters["llama_4_scaling_beta"] = 0.0
+    assert whole(random_model(config), dtype).fused is not None
 
 
 def test_one_wrong_number_keeps_all_on_the_modules(monkeypatch: pytest.MonkeyPatch) -> None:
