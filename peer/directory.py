@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,12 +54,19 @@ def read_piece(path: Path, name: str, start: int, stop: int) -> bytes:
     return piece
 
 
+def expanded(text: str) -> Path:
+    """With what ~ stands for; as it is where no user has that name."""
+    with suppress(RuntimeError):
+        return Path(text).expanduser()
+    return Path(text)
+
+
 def open_directory(text: str, hashes: FileHashes) -> DirectoryFiles:
     """The files of the directory that a person typed, or of that where a GGUF file is which was typed.
 
     Raises ModelError when there is none.
     """
-    directory = Path(text).expanduser()
+    directory = expanded(text)
     if directory.suffix.lower() == ".gguf" and not directory.is_dir():
         directory = directory.parent
         text = str(directory) if directory != Path() else "the current directory"

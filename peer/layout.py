@@ -241,12 +241,17 @@ def load_config(files: ModelFiles) -> PretrainedConfig:
         )
     _refuse_too_many_layers(files.label, raw)
     try:
-        return CONFIG_MAPPING[model_type].from_dict(raw)
+        config = CONFIG_MAPPING[model_type].from_dict(raw)
     except Exception as error:  # what a config class raises on bad values is not ours to list
         fault = " ".join(str(error).split())[:200]
         raise BrokenModel(
             f"{CONFIG} of {files.label} has a wrong value ({fault}); fetch that file again"
         ) from error
+    if not isinstance(config.get_text_config(decoder=True), transformers.PretrainedConfig):
+        raise BrokenModel(
+            f"{CONFIG} of {files.label} has a text_config that a {model_type} model doesn't have; fetch that file again"
+        )
+    return config
 
 
 def quantisation_of(files: ModelFiles) -> Quantisation | None:

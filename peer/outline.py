@@ -35,6 +35,7 @@ from swarm.errors import UnsupportedModel
 
 # larger than any table that is computed, smaller than the experts of one layer of any model that matters
 LARGEST_BUFFER = 1 << 25
+LARGEST_TABLE = 1 << 24  # of positions or of a head's frequencies: as many positions as a text may have
 _FILLED = {torch.zeros, torch.ones, torch.full, torch.rand, torch.randn}
 
 
@@ -53,7 +54,15 @@ class _ParametersOnMeta(TorchFunctionMode):
         kwargs = kwargs or {}
         if kwargs.get("device") is None and (func is torch.empty or (func in _FILLED and _is_large(args))):
             kwargs["device"] = "meta"
+        if func is torch.arange:  # what every table begins with
+            _check_table(args)
         return func(*args, **kwargs)
+
+
+def _check_table(bounds: Sequence[Any]) -> None:
+    numbers = [n for n in bounds if isinstance(n, int | float)]
+    if any(abs(n) > LARGEST_TABLE for n in numbers):
+        raise ValueError(f"it computes a table of {max(map(abs, numbers)):,.0f} numbers")
 
 
 def _is_large(shape: Sequence[Any]) -> bool:

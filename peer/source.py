@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from peer.checkpoint import Progress, TensorSpec, no_progress
-from peer.directory import open_directory
+from peer.directory import expanded, open_directory
 from peer.fingerprint import MODEL_DOMAIN, FileHashes
 from peer.gguf_choice import gguf_parts, served_stem
 from peer.gguf_source import describe_gguf, prepare_tokenizer
@@ -29,7 +29,7 @@ from peer.hub import open_hub
 from peer.layout import ModelFiles, load_config, quantisation_of, read_layout
 from peer.quantisation import weights_of
 from peer.smollm2 import SMOLLM2, ensure_smollm2
-from peer.tokenizer_bundle import make_bundle
+from peer.tokenizer_bundle import check_usable, make_bundle
 from swarm.canonical import canonical_hash
 from swarm.errors import BrokenModel, ModelNotFound, UsageError
 from swarm.records import MAX_MODEL_NAME
@@ -111,7 +111,7 @@ def resolve_model(
     if _is_path(text):
         _refuse_revision(text, revision)
         directory = open_directory(text, hashes)
-        wanted = None if Path(text).expanduser().is_dir() else Path(text).name
+        wanted = None if expanded(text).is_dir() else Path(text).name
         return _describe(directory, served_name, directory.directory.name, wanted, cache, progress)
     match = _HUB.fullmatch(text)
     if match is None:
@@ -154,6 +154,7 @@ def _describe(
     parts = gguf_parts(files, wanted)
     if parts:
         model = describe_gguf(files, parts, _served, cache, progress)
+        check_usable(files.label, model.bundle, cache)
         fingerprint = canonical_hash(MODEL_DOMAIN, model.hashes(files, progress))
         name = served_name or served_stem(parts[0])[:MAX_MODEL_NAME]
         return ModelSource(name, fingerprint, model.config, model.tensors, files, model.bundle)
@@ -162,8 +163,11 @@ def _describe(
     whole = load_config(files)
     config = _served(whole)  # before hashing what may be hundreds of gigabytes
     tensors = weights_of(files.headers(layout.weights, progress), quantisation_of(files))
+    if not tensors:
+        raise BrokenModel(f"{layout.weights[0]} holds no tensors; fetch that file again")
     _tie_head(config, whole, tensors)
     bundle = make_bundle(files, layout, config, cache)
+    check_usable(files.label, bundle, cache)
     fingerprint = canonical_hash(MODEL_DOMAIN, layout.hashes(files, progress))
     return ModelSource(served_name or default, fingerprint, config, tensors, files, bundle)
 

@@ -19,9 +19,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import swarm
 from peer.layout import GENERATION, VOCABULARY_FILES, Layout, ModelFiles, read_json
 from swarm.canonical import FileHash, canonical_hash
-from swarm.errors import ModelNotFound, UnsupportedModel
+from swarm.errors import BrokenModel, MessageError, ModelNotFound, UnsupportedModel
+from swarm.state import atomic_write
+from swarm.tokenizer import MAX_VOCABULARY, TextCodec, bundle_hash
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -52,6 +55,24 @@ def make_bundle(files: ModelFiles, layout: Layout, config: PretrainedConfig, cac
     return bundle
 
 
+def check_usable(label: str, bundle: Mapping[str, bytes], cache: Path) -> None:
+    """Raises BrokenModel for a bundle that no client takes: better than a peer that serves to nobody.
+
+    What was found good is remembered in `cache`, since a large vocabulary takes seconds to read.
+    """
+    found_good = cache / "tokenizers" / f"{bundle_hash(bundle).hex()}-{swarm.__version__}.usable"
+    if found_good.is_file():
+        return
+    try:
+        TextCodec.from_files(bundle).close()
+    except MessageError as error:
+        fault = str(error).replace(" that the peer sent", "")
+        raise BrokenModel(
+            f"no client could use the tokenizer and the defaults of {label} ({fault}); fetch these files again"
+        ) from None
+    atomic_write(found_good, b"")
+
+
 def model_facts(config: PretrainedConfig, generation: Mapping[str, object]) -> dict[str, object]:
     """The content of "model.json"."""
     text = config.get_text_config()
@@ -71,7 +92,7 @@ def model_facts(config: PretrainedConfig, generation: Mapping[str, object]) -> d
         "vocab_size": text.vocab_size,
         "context_length": getattr(text, "max_position_embeddings", None),
         "bos_token_id": generation.get("bos_token_id", getattr(text, "bos_token_id", None)),
-        "eos_token_ids": [stop for stop in stops if isinstance(stop, int)],
+        "eos_token_ids": [stop for stop in stops if type(stop) is int and 0 <= stop <= MAX_VOCABULARY],
         "sampling": sampling,
     } | ({} if repetition in (None, 1.0) else {"repetition_penalty": repetition})
 

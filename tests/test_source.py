@@ -2,6 +2,7 @@
 
 import json
 import os
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -123,7 +124,8 @@ def test_neither_place_nor_other_files_change_the_fingerprint(
 
 
 @pytest.mark.parametrize(
-    "text", ["/no/such/model", "./nothing", "~/surely/not/here", "../nothing/at/all/here"]
+    "text",
+    ["/no/such/model", "./nothing", "~/surely/not/here", "~nobody-of-that-name/model", "../nothing/at/all/here"],
 )
 def test_no_such_directory(text: str, cache: Path) -> None:
     assert f"no such directory: {text}" in refusal(text, cache, ModelNotFound)
@@ -168,6 +170,25 @@ def test_a_config_that_is_no_config(model: Path, cache: Path, content: bytes) ->
 def test_a_config_with_a_wrong_value(model: Path, cache: Path, change: dict[str, object]) -> None:
     change_json(model / "config.json", **change)
     assert "config.json" in refusal(model, cache, BrokenModel)
+
+
+@pytest.mark.parametrize("value", [5, {}, {"model_type": "llama"}])
+def test_a_text_config_where_none_belongs(model: Path, cache: Path, value: object) -> None:
+    change_json(model / "config.json", text_config=value)
+    assert "has a text_config that a llama model doesn't" in refusal(model, cache, BrokenModel)
+
+
+@pytest.mark.parametrize("change", [{"head_dim": 10**9}, {"hidden_size": 2 * 10**8}])
+def test_tables_that_no_model_has_are_refused_before_they_are_computed(
+    model: Path, cache: Path, change: dict[str, object]
+) -> None:
+    change_json(model / "config.json", **change)
+    assert "a table of" in refusal(model, cache, UnsupportedModel)
+
+
+def test_a_weight_file_of_no_tensors(model: Path, cache: Path) -> None:
+    (model / "model.safetensors").write_bytes(struct.pack("<Q", 2) + b"{}")
+    assert "model.safetensors holds no tensors" in refusal(model, cache, BrokenModel)
 
 
 def test_no_weights(model: Path, cache: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from tokenizers import Tokenizer
 
 from peer.source import ModelSource, resolve_model
 from swarm.errors import BrokenModel, UnsupportedModel
-from swarm.tokenizer import bundle_hash
+from swarm.tokenizer import TextCodec, bundle_hash
 from tests.tiny_model import TEMPLATE, change_json, write_json, write_tiny_model
 
 SENTENCES = [
@@ -51,6 +52,45 @@ def sentencepiece_model(model: Path, tmp_path: Path) -> Path:
 
 def resolve(model: Path, cache: Path) -> ModelSource:
     return resolve_model(str(model), cache=cache)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "fault"),
+    [
+        ("tokenizer.json", b"[]", "tokenizer.json is not a JSON object"),
+        ("tokenizer.json", b'{"model": {"type": "Unheard"}}', "tokenizer.json is unusable"),
+        ("tokenizer_config.json", b"nothing", "tokenizer_config.json of"),
+        ("generation_config.json", b'{"do_sample": true, "temperature": -3}', "temperature is not a number from 0"),
+        ("generation_config.json", b'{"repetition_penalty": 0}', "repetition_penalty is not a number from"),
+    ],
+)
+def test_what_no_client_could_use_is_refused_by_the_peer(
+    model: Path, cache: Path, file: str, content: bytes, fault: str
+) -> None:
+    (model / file).write_bytes(content)
+    with pytest.raises(BrokenModel, match=re.escape(fault)) as caught:
+        resolve(model, cache)
+    assert str(model) in str(caught.value) and "that the peer sent" not in str(caught.value)
+
+
+def test_a_tokenizer_is_tried_once_on_a_machine(
+    model: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = []
+    real = TextCodec.from_files
+    monkeypatch.setattr(TextCodec, "from_files", lambda files: tried.append(files) or real(files))
+    resolve(model, cache)
+    resolve(model, cache)
+    assert len(tried) == 1
+    write_json(model / "generation_config.json", {"eos_token_id": 3})
+    resolve(model, cache)
+    assert len(tried) == 2
+
+
+def test_ids_that_no_vocabulary_has_end_nothing(model: Path, cache: Path) -> None:
+    """-1 is how some say that nothing does."""
+    write_json(model / "generation_config.json", {"eos_token_id": [-1, True, 2, 10**12]})
+    assert facts(model, cache)["eos_token_ids"] == [2]
 
 
 def facts(model: Path, cache: Path) -> dict[str, object]:
