@@ -43,6 +43,9 @@ TOKENIZER_FILES = (
     "special_tokens_map.json",
     "added_tokens.json",
 )
+UNUSED = (
+    "return_dict", "torchscript", "output_attentions", "output_hidden_states", "num_labels", "id2label", "label2id",
+)  # fmt: skip
 MAX_JSON_BYTES = 64 << 20  # the largest tokenizers have 33 MB
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
@@ -218,6 +221,7 @@ def load_config(files: ModelFiles) -> PretrainedConfig:
     quantisation_of(files)  # refuses, and imports nothing for it
     for key in ("quantization_config", "compression_config"):  # once dequantised, the model is like any other
         raw.pop(key, None)
+    _forget(raw)
 
     import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -252,6 +256,17 @@ def load_config(files: ModelFiles) -> PretrainedConfig:
             f"{CONFIG} of {files.label} has a text_config that a {model_type} model doesn't have; fetch that file again"
         )
     return config
+
+
+def _forget(raw: dict[str, object]) -> None:
+    """What changes how a model answers its caller, not what it computes; and labels, of which a config class makes
+    as many as it is told to."""
+    left: list[dict[str, object]] = [raw]
+    while left:
+        config = left.pop()
+        for key in UNUSED:
+            config.pop(key, None)
+        left += [value for value in config.values() if isinstance(value, dict)]
 
 
 def quantisation_of(files: ModelFiles) -> Quantisation | None:

@@ -231,6 +231,6 @@ def layers_path(model: PreTrainedModel) -> str:
         for name, module in model.named_modules()
         if isinstance(module, nn.ModuleList) and len(module) == count
     }
-    if not sizes:
+    if not sizes or not count:
         raise refused(model.config, f"it has no list of {count} layers to split")
     return max(sizes, key=lambda name: sizes[name])

@@ -131,7 +131,7 @@ def _check(part: SafetensorsPart, shape: tuple[int, ...], checkpoint: Checkpoint
         )
     if spec.quantised is not None:
         _check_scales(part.name, spec, spec.quantised)
-    elif spec.dtype not in LOADABLE:
+    elif spec.dtype not in LOADABLE or (len(shape) > 1 and not LOADABLE[spec.dtype].is_floating_point):
         raise UnsupportedModel(
             f"tensor {part.name} in {spec.file} is stored as {spec.dtype} without scales that its config explains, "
             "so what its numbers mean isn't known; use a version in bfloat16 or float32"

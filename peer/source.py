@@ -156,7 +156,7 @@ def _describe(
         model = describe_gguf(files, parts, _served, cache, progress)
         check_usable(files.label, model.bundle, cache)
         fingerprint = canonical_hash(MODEL_DOMAIN, model.hashes(files, progress))
-        name = served_name or served_stem(parts[0])[:MAX_MODEL_NAME]
+        name = served_name or _servable(served_stem(parts[0]))
         return ModelSource(name, fingerprint, model.config, model.tensors, files, model.bundle)
     layout = read_layout(files, progress)
     files.fetch(layout.small, progress)
@@ -169,7 +169,7 @@ def _describe(
     bundle = make_bundle(files, layout, config, cache)
     check_usable(files.label, bundle, cache)
     fingerprint = canonical_hash(MODEL_DOMAIN, layout.hashes(files, progress))
-    return ModelSource(served_name or default, fingerprint, config, tensors, files, bundle)
+    return ModelSource(served_name or _servable(default), fingerprint, config, tensors, files, bundle)
 
 
 def _served(config: PretrainedConfig) -> PretrainedConfig:
@@ -180,6 +180,11 @@ def _served(config: PretrainedConfig) -> PretrainedConfig:
     served = served_config(config)
     proven_outline(served)
     return served
+
+
+def _servable(name: str) -> str:
+    """What records take as a model's name, made of a file's or a folder's."""
+    return "".join(sign if sign.isprintable() else "_" for sign in name)[:MAX_MODEL_NAME] or "model"
 
 
 def _tie_head(config: PretrainedConfig, whole: PretrainedConfig, tensors: Iterable[str]) -> None:

@@ -22,14 +22,17 @@ from typing import TYPE_CHECKING
 import swarm
 from peer.layout import GENERATION, VOCABULARY_FILES, Layout, ModelFiles, read_json
 from swarm.canonical import FileHash, canonical_hash
-from swarm.errors import BrokenModel, MessageError, ModelNotFound, UnsupportedModel
+from swarm.errors import BrokenModel, MessageError, ModelNotFound, TokenizerFailed, UnsupportedModel
 from swarm.state import atomic_write
-from swarm.tokenizer import MAX_VOCABULARY, TextCodec, bundle_hash
+from swarm.tokenizer import TextCodec, bundle_hash, checked_facts
+from swarm.tokenizer_worker import Made
+from swarm.vocabulary import MAX_VOCABULARY
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 CONVERTED_DOMAIN = b"layerswarm converted tokenizer 1\n"
+READ_HERE_BYTES = 1 << 20  # takes some 20 MB and milliseconds, where another process takes a second to start
 _COPIED = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", GENERATION)
 # what GenerationConfig means by do_sample without further values (transformers' documented defaults)
 _SAMPLING_DEFAULTS: dict[str, float] = {"temperature": 1.0, "top_k": 50, "top_p": 1.0}
@@ -49,7 +52,7 @@ def make_bundle(files: ModelFiles, layout: Layout, config: PretrainedConfig, cac
     bundle.setdefault("tokenizer_config.json", b"{}")
     template = _chat_template(files, layout)
     if template is not None:
-        bundle["chat_template.jinja"] = template.encode()
+        bundle["chat_template.jinja"] = template.encode("utf-8", "replace")
     facts = model_facts(config, read_json(files, GENERATION) if layout.generation else {})
     bundle["model.json"] = json.dumps(facts, sort_keys=True).encode()
     return bundle
@@ -64,13 +67,26 @@ def check_usable(label: str, bundle: Mapping[str, bytes], cache: Path) -> None:
     if found_good.is_file():
         return
     try:
-        TextCodec.from_files(bundle).close()
+        read_bundle(bundle)
+    except TokenizerFailed:
+        return  # too slow on this machine now; clients may have better ones
     except MessageError as error:
         fault = str(error).replace(" that the peer sent", "")
         raise BrokenModel(
             f"no client could use the tokenizer and the defaults of {label} ({fault}); fetch these files again"
         ) from None
     atomic_write(found_good, b"")
+
+
+def read_bundle(bundle: Mapping[str, bytes]) -> None:
+    """As a client does. Raises MessageError, TokenizerFailed. A large one in a process that takes its memory along."""
+    if len(bundle["tokenizer.json"]) > READ_HERE_BYTES:
+        TextCodec.from_files(bundle).close()
+        return
+    checked_facts(bundle)
+    answer, _ = Made().answer({"do": "load", "names": list(bundle)}, list(bundle.values()))
+    if "unusable" in answer:
+        raise MessageError(answer["unusable"])
 
 
 def model_facts(config: PretrainedConfig, generation: Mapping[str, object]) -> dict[str, object]:

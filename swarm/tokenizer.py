@@ -153,7 +153,7 @@ class TextCodec:
         nothing yet; it is ended when it can't be used. Raises MessageError, TokenizerFailed."""
         tokenizer = tokenizer or TokenizerProcess()
         try:
-            facts = _checked_facts(files)
+            facts = checked_facts(files)
             loaded = Loaded.of(tokenizer.load(files))
         except BaseException:
             tokenizer.close()
@@ -277,7 +277,8 @@ class TextCodec:
         self._tokenizer.close()
 
 
-def _checked_facts(files: Mapping[str, bytes]) -> ModelFacts:
+def checked_facts(files: Mapping[str, bytes]) -> ModelFacts:
+    """What "model.json" says, if the files are there and none is too large. Raises MessageError."""
     for name, most in MAX_FILE_BYTES.items():
         if len(files.get(name, b"")) > most:
             raise MessageError(f"{name} has {len(files[name])} bytes, at most {most} are accepted")

@@ -11,6 +11,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from peer.source import ModelSource, resolve_model
+from peer.weights import span_tensors
+from routing.spans import Span
 from swarm.errors import BrokenModel, ModelError, ModelNotFound, UnsupportedModel, UsageError
 from tests.tiny_model import CONFIG, LAYERS, change_json, shard_of, weights, write_tiny_model
 
@@ -184,6 +186,43 @@ def test_tables_that_no_model_has_are_refused_before_they_are_computed(
 ) -> None:
     change_json(model / "config.json", **change)
     assert "a table of" in refusal(model, cache, UnsupportedModel)
+
+
+def test_a_model_of_no_layers(model: Path, cache: Path) -> None:
+    change_json(model / "config.json", num_hidden_layers=0)
+    assert "it has no list of 0 layers to split" in refusal(model, cache, UnsupportedModel)
+
+
+@pytest.mark.parametrize("change", [{"return_dict": False}, {"torchscript": True}, {"output_attentions": True}])
+def test_how_a_models_makers_had_it_called_changes_nothing(
+    model: Path, cache: Path, change: dict[str, object]
+) -> None:
+    change_json(model / "config.json", **change)
+    config = resolve(model, cache).config
+    assert config.return_dict is True and config.output_attentions in (False, None)
+
+
+def test_a_million_labels_are_not_made(model: Path, cache: Path) -> None:
+    change_json(model / "config.json", num_labels=10**6)
+    assert resolve(model, cache).config.num_labels == 2
+
+
+@pytest.mark.parametrize(
+    ("folder", "name"),
+    [("new\nline", "new_line"), ("red\x1b[31m", "red_[31m"), ("x" * 99, "x" * 96), ("a\udcffb", "a_b"), ("模", "模")],
+)
+def test_a_folders_name_is_made_one_that_can_be_served(
+    model: Path, cache: Path, tmp_path: Path, folder: str, name: str
+) -> None:
+    assert resolve(model.rename(tmp_path / folder), cache).served_name == name
+
+
+def test_whole_numbers_without_a_scale_are_no_weights(model: Path, cache: Path) -> None:
+    tensors = load_file(model / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj.weight"
+    save_file({**tensors, name: tensors[name].astype("int8")}, model / "model.safetensors")
+    with pytest.raises(UnsupportedModel, match=f"tensor {name} in model.safetensors is stored as I8 without scales"):
+        span_tensors(resolve(model, cache), Span(0, 1))
 
 
 def test_a_weight_file_of_no_tensors(model: Path, cache: Path) -> None:

@@ -10,9 +10,10 @@ import pytest
 import sentencepiece
 from tokenizers import Tokenizer
 
+from peer import tokenizer_bundle
 from peer.source import ModelSource, resolve_model
 from swarm.errors import BrokenModel, UnsupportedModel
-from swarm.tokenizer import TextCodec, bundle_hash
+from swarm.tokenizer import bundle_hash
 from tests.tiny_model import TEMPLATE, change_json, write_json, write_tiny_model
 
 SENTENCES = [
@@ -73,12 +74,18 @@ def test_what_no_client_could_use_is_refused_by_the_peer(
     assert str(model) in str(caught.value) and "that the peer sent" not in str(caught.value)
 
 
+def test_half_a_character_in_a_template_is_replaced(model: Path, cache: Path) -> None:
+    (model / "chat_template.jinja").unlink(missing_ok=True)
+    change_json(model / "tokenizer_config.json", chat_template="a\ud800b")
+    assert resolve(model, cache).tokenizer_files()["chat_template.jinja"] == b"a?b"
+
+
 def test_a_tokenizer_is_tried_once_on_a_machine(
     model: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tried = []
-    real = TextCodec.from_files
-    monkeypatch.setattr(TextCodec, "from_files", lambda files: tried.append(files) or real(files))
+    tried: list[object] = []
+    real = tokenizer_bundle.read_bundle
+    monkeypatch.setattr(tokenizer_bundle, "read_bundle", lambda files: tried.append(files) or real(files))
     resolve(model, cache)
     resolve(model, cache)
     assert len(tried) == 1
