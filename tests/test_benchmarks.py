@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import engine, gpu_check
+from benchmarks import engine, fairness, gpu_check
 from benchmarks.machine import Targets
 from benchmarks.models import load
 from peer.cache import LayerStore
@@ -48,6 +48,19 @@ def test_the_engines_benchmark_judges_every_target(
     assert text.count("   target ") == len(names)
     found = said["results"]["tiny float32 decode"]
     assert found["one session tokens/s"] > 0 and 0 < found["overhead outside the forward"] < 1
+
+
+def test_the_benchmark_of_fairness_judges_what_it_measured(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fairness, "physical_cores", lambda: 1)
+    monkeypatch.setattr(fairness, "STEADY_TOKENS", 5)
+    fairness.main(["--model", "tiny", "--prompt", "300", "--sessions", "2"])
+    _, said = told(capsys)
+    found, (judged,) = said["results"], said["targets"].values()
+    assert judged["target"] == 3.0
+    assert judged["value"] == pytest.approx(found["token meanwhile, ms"] / found["token before, ms"], rel=1e-3)
+    assert found["longest wait meanwhile, ms"] > 0 and found["prompt in company, s"] > 0
 
 
 def test_a_target_is_a_floor_or_a_ceiling(capsys: pytest.CaptureFixture[str]) -> None:
