@@ -313,9 +313,13 @@ class Server:
     def run_at(self, client: PeerId, session: bytes, start: int) -> HopRun | None:
         return self.runs.get(SessionKey(client, session, start))
 
-    async def reach(self, to: HopRef) -> Link:
-        """A connection to another hop, by the addresses in its signed descriptor. Raises PeerFailed."""
-        return await self.transport.link_to(to.peer, open_descriptor(to.descriptor).addresses)
+    async def reach(self, to: HopRef, client: Link | None) -> Link:
+        """A connection to another hop, by the addresses in its signed descriptor. Raises PeerFailed.
+
+        client: whose chain it is; None if it is gone."""
+        if client is None:
+            raise PeerFailed(to.peer, "its client is gone")
+        return await self.node.link_for(to.peer, open_descriptor(to.descriptor).addresses, client)
 
     def forget(self, run: HopRun) -> None:
         self.runs.pop(run.key, None)
@@ -370,6 +374,10 @@ class HopRun:
     @property
     def now(self) -> float:
         return self._loop.time()
+
+    @property
+    def client_link(self) -> Link | None:
+        return None if self._stream is None else self._stream.link
 
     # ------------------------------------------------------------ what comes in
 
@@ -591,7 +599,7 @@ class Outbound:
             self._run.link_down(self._epoch, error.reason if isinstance(error, LinkFailed) else str(error))
 
     async def _carry_there(self) -> None:
-        link = await self._server.reach(self._to)
+        link = await self._server.reach(self._to, self._run.client_link)
         self._run.link_up(self._epoch)
         try:
             await race(self._wake.wait(), link.closed.wait())  # the other hop may not know the session yet

@@ -11,22 +11,29 @@ that can't reach us isn't believed against an earlier one that could, before a s
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import logging
 import random
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 
-from swarm.addresses import Address, parse_address
+from swarm.addresses import Address, Block, address_group, block_of, is_loopback, parse_address, read_ip
+from swarm.buckets import MAX_BUCKETS, BucketTable
 from swarm.errors import StreamClosed, SwarmError
 from swarm.identity import PeerId
 from swarm.link import Link, Stream
 from swarm.messages import DialBack, DialledBack, Message
+from swarm.permits import LOCAL
 from swarm.transport import Transport
 
 log = logging.getLogger("swarm.node")
 
 DIAL_BACK_TIMEOUT_S = 3.0  # for one address; the asker waits a little longer
 DIAL_BACKS_AT_ONCE = 4  # for others; more wait
+# What one address group makes us dial: an honest peer asks three neighbours every 30 s, with up to 8 addresses.
+DIALS_PER_S = 0.3
+DIALS_BURST = 24.0
+PORTS_PER_ASKER = 16  # a machine with a peer for each of its GPUs
+FORGET_PORTS_S = 3600.0
 CONFIRM_S = 30.0  # between tries while no address of ours was dialled back
 CONFIRM_AGAIN_S = 600.0  # between looks once one was
 ASKED = 3  # neighbours, each time
@@ -138,19 +145,48 @@ class Reachability:
         return set(answer.reached) & set(addresses) if isinstance(answer, DialledBack) else None
 
 
+class Ports:
+    """How many dials, and which ports, an asker gets: an honest one has a port or a few, and asks every 30 s."""
+
+    def __init__(self) -> None:
+        self._rate = BucketTable(DIALS_PER_S, DIALS_BURST)
+        self._ports: OrderedDict[str, dict[int, float]] = OrderedDict()  # by group: port -> first asked for
+
+    def allow(self, host: str, text: str, now: float) -> bool:
+        """Whether to dial this address for an asker at `host`. Whoever is on this machine needs no help to dial."""
+        try:
+            port = parse_address(text).port
+        except SwarmError:
+            return False
+        if is_loopback(host):
+            return True
+        group = address_group(host)
+        ports = {one: at for one, at in self._ports.pop(group, {}).items() if now < at + FORGET_PORTS_S}
+        self._ports[group] = ports
+        if len(self._ports) > MAX_BUCKETS:
+            self._ports.popitem(last=False)
+        if port not in ports and len(ports) >= PORTS_PER_ASKER:
+            return False
+        ports.setdefault(port, now)
+        return self._rate.take(group, now)
+
+
 class DialsBack:
     """The same service for others."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
         self._at_once = asyncio.Semaphore(DIAL_BACKS_AT_ONCE)
+        self._ports = Ports()
 
     async def answer(self, stream: Stream, first: Message) -> None:
         """Handles a stream that begins with `DialBack`."""
         assert isinstance(first, DialBack)
+        host, now = stream.link.remote[0], asyncio.get_running_loop().time()
+        asked = [text for text in first.addresses if self._ports.allow(host, text, now)]
         async with self._at_once:
-            tried = await asyncio.gather(*(self._dial_back(stream.link, text) for text in first.addresses))
-        reached = tuple(text for text, good in zip(first.addresses, tried, strict=True) if good)
+            tried = await asyncio.gather(*(self._dial_back(stream.link, text) for text in asked))
+        reached = tuple(text for text, good in zip(asked, tried, strict=True) if good)
         await stream.send(DialledBack(reached))
 
     async def _dial_back(self, asker: Link, text: str) -> bool:
@@ -180,22 +216,12 @@ class DialsBack:
 
 
 def same_place(host: str, remote: str) -> bool:
-    """Whether dialling `host` can only bother whoever asks from `remote`, or the private network of both."""
-    try:
-        there, asker = _plain_ip(host), _plain_ip(remote)
-    except ValueError:
+    """Whether dialling `host` can only bother whoever asks from `remote`, or the private network of both. This
+    machine's own services are only for whoever is on it."""
+    there, asker = read_ip(host), read_ip(remote)
+    if there is None or asker is None or there.is_unspecified or there.is_multicast:
         return False
-    if there.is_unspecified or there.is_multicast:
-        return False
-    return there == asker or (_is_near(there) and _is_near(asker))
-
-
-def _plain_ip(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
-    found = ipaddress.ip_address(text.partition("%")[0])
-    mapped = found.ipv4_mapped if isinstance(found, ipaddress.IPv6Address) else None
-    return mapped or found
-
-
-def _is_near(ip: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
-    """Private, loopback, link-local, or a carrier's or overlay's own range."""
-    return not ip.is_global
+    if there == asker:
+        return True
+    block, theirs = block_of(host), block_of(remote)
+    return block in LOCAL and theirs in LOCAL and (block is not Block.LOOPBACK or theirs is Block.LOOPBACK)

@@ -22,6 +22,7 @@ from swarm.errors import IdentityError, SwarmError, Unreachable
 from swarm.identity import PeerId
 from swarm.lan import Found, Lan
 from swarm.link import Link
+from swarm.permits import MayDial, on_the_lan
 
 log = logging.getLogger("swarm.node")
 
@@ -38,7 +39,7 @@ class Hands:
     Unreachable. listed: who is known already. own: runs a task for as long as the node lives."""
 
     dial: Callable[[Address], Awaitable[Link]]
-    link_to: Callable[[PeerId, Sequence[str]], Awaitable[Link]]
+    link_to: Callable[[PeerId, Sequence[str], MayDial], Awaitable[Link]]
     become_neighbours: Callable[[Link, str], Awaitable[None]]
     listed: Callable[[], Collection[PeerId]]
     remember: Callable[[str, PeerId], None]
@@ -160,7 +161,7 @@ class Joining:
                 return
             self._hands.remember(found.addresses[0], found.peer)  # for ever, if it doesn't answer now
             try:
-                link = await self._hands.link_to(found.peer, found.addresses)
+                link = await self._hands.link_to(found.peer, found.addresses, on_the_lan)
                 await self._hands.become_neighbours(link, found.addresses[0])
             except SwarmError as error:
                 log.info("%s announces itself on the local network, but: %s", found.peer[:8], error)

@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
 from typing import Any, Literal
 
-from swarm.addresses import Address, parse_address
+from swarm.addresses import Address, address_group, parse_address
 from swarm.clocks import describe
 from swarm.dialback import DialsBack, Reachability
 from swarm.errors import PeerFailed, RemoteError, StreamClosed, SwarmError, Unreachable
@@ -34,6 +34,7 @@ from swarm.joining import Hands, Joining
 from swarm.lan import Lan
 from swarm.link import Link, Stream
 from swarm.messages import Delta, DialBack, GossipHello, Message, ModelSeen, Subscribe
+from swarm.permits import Permits
 from swarm.records import Descriptor, Load
 from swarm.registry import (
     ClockOff,
@@ -129,6 +130,8 @@ class Node:
         self._keys = itertools.count(1)
         self._channels: dict[int, _Channel] = {}
         self._reached: dict[PeerId, str] = {}
+        self._trusted: set[str] = set()  # addresses that a person gave, or where somebody was before
+        self._permits = Permits(lambda peer: self.registry.table.addresses(peer), self._own_addresses)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._version = 0
@@ -168,6 +171,7 @@ class Node:
             self.transport.handle(Subscribe, self._serve_subscriber)
             self.transport.handle(DialBack, DialsBack(self.transport).answer)
         remembered = self._recall()
+        self._trusted |= {str(address) for address in (*given, *remembered)}
         for address in given:
             self.registry.remember(str(address), address.peer, given=True)
         for address in reversed(remembered):
@@ -280,7 +284,21 @@ class Node:
         addresses = dict.fromkeys([*([reached] if reached else []), *self.registry.table.addresses(peer)])
         if not addresses and peer not in self.transport.links:
             raise PeerFailed(peer, "nobody here knows an address of it")
-        return await self.transport.link_to(peer, tuple(addresses))
+        there, by_record = parse_address(reached).host if reached else None, self._permits.by_record(peer)
+        return await self.transport.link_to(peer, tuple(addresses), lambda host: host == there or by_record(host))
+
+    async def link_for(self, peer: PeerId, addresses: Sequence[str], asker: Link) -> Link:
+        """A connection to a hop that a client named, whose descriptor lists these addresses. Raises PeerFailed.
+
+        What the registry knows of that peer comes before the client's word, which may be of last year.
+        """
+        if peer not in self.transport.links:
+            host = asker.remote[0]
+            addresses = self.registry.table.addresses(peer) or addresses
+            if not self._permits.may_dial_for(address_group(host), max(1, len(addresses)), clock()):
+                raise PeerFailed(peer, "too many unknown peers were to be dialled for clients of that network")
+            return await self.transport.link_to(peer, addresses, self._permits.for_client(peer, host))
+        return self.transport.links[peer]
 
     async def measure(
         self, peers: Iterable[PeerId], timeout_s: float = MEASURE_TIMEOUT_S
@@ -335,6 +353,7 @@ class Node:
 
     def _saw(self, link: Link) -> None:
         self.registry.proved(link.peer, link.remote[0])
+        self._permits.saw(link.peer, link.remote[0])
 
     # ------------------------------------------------------------ joining
 
@@ -535,7 +554,15 @@ class Node:
 
     async def _reach_address(self, text: str) -> None:
         try:
-            self._open_unless_there(await self._dial(parse_address(text)))
+            address = parse_address(text)
+            if text in self._trusted:
+                link = await self._dial(address)
+            elif address.peer is not None:  # out of a record
+                place = str(Address(None, address.host, address.port))
+                link = await self.transport.link_to(address.peer, (place,), self._permits.by_record(address.peer))
+            else:
+                raise PeerFailed("", "an address that nobody here gave, and no record")
+            self._open_unless_there(link)
         except SwarmError as error:
             log.debug("nobody is reached at %s: %s", text, error)
             self.registry.unreached(text, clock())
@@ -565,11 +592,20 @@ class Node:
         own = self.transport.identity.peer_id
         live = [entry for entry in self.entries() if entry.peer != own]
         advertised = {
-            entry.descriptor.addresses[0]: entry.peer for entry in live if entry.descriptor.addresses
+            entry.descriptor.addresses[0]: entry.peer
+            for entry in live
+            if entry.descriptor.addresses and self._may_remember(entry.peer, entry.descriptor.addresses[0])
         }
         alive = {entry.peer for entry in live} | {channel.peer for channel in self._channels.values()}
         reached = {place: peer for peer, place in self._reached.items() if peer in alive}
         return {**advertised, **reached}
+
+    def _may_remember(self, peer: PeerId, text: str) -> bool:
+        """The next start dials what is remembered without asking whose word it was."""
+        try:
+            return self._permits.by_record(peer)(parse_address(text).host)
+        except SwarmError:
+            return False
 
     def _write_remembered(self, peers: dict[str, str]) -> None:
         if self._state is not None and peers:

@@ -29,7 +29,7 @@ from typing import Any, Protocol
 
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
-from swarm.addresses import DEFAULT_PORT, Address, address_group, parse_address
+from swarm.addresses import DEFAULT_PORT, Address, address_group, parse_address, read_ip
 from swarm.door import MAX_PENDING, Door
 from swarm.errors import (
     HandshakeError,
@@ -47,6 +47,7 @@ from swarm.identity import Identity, PeerId
 from swarm.link import Link, Stream
 from swarm.messages import Message, Unsupported
 from swarm.noise import MAX_NETWORK_NAME
+from swarm.permits import MayDial
 from swarm.quotas import DEFAULT_QUOTAS, Account, Accounts, Quotas
 from swarm.wire import Connection
 
@@ -279,16 +280,17 @@ class Transport:
             raise
         return link
 
-    async def link_to(self, peer: PeerId, addresses: Sequence[str]) -> Link:
+    async def link_to(self, peer: PeerId, addresses: Sequence[str], may_dial: MayDial) -> Link:
         """The link to `peer`, dialled at these addresses if there is none yet. Raises PeerFailed.
 
-        Callers who want the same peer at the same time share one attempt.
+        may_dial: asked of each IP address, that of a name once it was looked up. Callers who want the same
+        peer at the same time share one attempt.
         """
         if peer in self._preferred:
             return self._preferred[peer]
         task = self._dialling.get(peer)
         if task is None:
-            task = self._dialling[peer] = self._own(self._reach(peer, addresses))
+            task = self._dialling[peer] = self._own(self._reach(peer, addresses, may_dial))
             task.add_done_callback(lambda done: self._dialled(peer, done))
         try:
             return await asyncio.shield(task)
@@ -302,7 +304,7 @@ class Transport:
         if not task.cancelled():
             task.exception()  # looked at here, for when all who waited have been cancelled
 
-    async def _reach(self, peer: PeerId, addresses: Sequence[str]) -> Link:
+    async def _reach(self, peer: PeerId, addresses: Sequence[str], may_dial: MayDial) -> Link:
         """Each address starts NEXT_ADDRESS_S after the one before, or when that has failed."""
         reasons: list[str] = []
         waiting = deque(addresses)
@@ -310,7 +312,7 @@ class Transport:
         try:
             while waiting or attempts:
                 if waiting:
-                    attempts.add(asyncio.create_task(self._reach_at(peer, waiting.popleft())))
+                    attempts.add(asyncio.create_task(self._reach_at(peer, waiting.popleft(), may_dial)))
                 done, attempts = await asyncio.wait(
                     attempts,
                     timeout=NEXT_ADDRESS_S if waiting else None,
@@ -329,9 +331,24 @@ class Transport:
             await asyncio.gather(*attempts, return_exceptions=True)
         raise PeerFailed(peer, "; ".join(reasons) or "no address is known")
 
-    async def _reach_at(self, peer: PeerId, text: str) -> Link:
+    async def _reach_at(self, peer: PeerId, text: str, may_dial: MayDial) -> Link:
         address = parse_address(text)
-        return await self.dial(Address(peer, address.host, address.port))
+        for host in await self._looked_up(address):  # what was allowed is what is dialled, not the name again
+            if may_dial(host):
+                return await self.dial(Address(peer, host, address.port))
+        raise Unreachable(text, "it lies in a network that isn't this swarm's", "was it announced for another one?")
+
+    async def _looked_up(self, address: Address) -> list[str]:
+        if read_ip(address.host) is not None:
+            return [address.host]
+        try:
+            async with asyncio.timeout(DIAL_TIMEOUT_S):
+                found = await self.loop.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
+        except TimeoutError:
+            raise Unreachable(str(address), "its name isn't found in time") from None
+        except OSError as error:
+            raise Unreachable(str(address), _plain(error)) from None
+        return list(dict.fromkeys(str(info[4][0]) for info in found))
 
     # ---- closing
 

@@ -18,7 +18,9 @@ import pytest
 from peer.server import HopRun
 from routing.spans import Span
 from swarm import messages
-from swarm.errors import MessageError, StreamClosed
+from swarm.addresses import Address
+from swarm.buckets import BucketTable
+from swarm.errors import MessageError, StreamClosed, Unreachable
 from swarm.flow import Priority
 from swarm.generation import Generation
 from swarm.identity import Identity, PeerId
@@ -50,6 +52,7 @@ from swarm.messages import (
     Working,
     encode,
 )
+from swarm.records import open_descriptor, sign_record
 from swarm.tensors import RawTensor, ids_tensor
 from tests.stranger import Stranger, hidden, open_message, ref, within
 from tests.tiny_swarm import CONTEXT, PATIENT, Tiny, TinySwarm
@@ -553,6 +556,65 @@ async def test_no_way_of_sampling_disturbs_those_in_the_same_step(
             await stream.send(resume(sampling=sampling, credit=60, limit=60, **biased))
             tokens = await within(stream.receive())
             assert isinstance(tokens, Tokens), tokens
+
+
+# ---------------------------------------------------------------- being sent somewhere
+
+
+def signed_by(stranger: Stranger, peers: TinySwarm, *addresses: str) -> HopRef:
+    """The stranger as the next hop: anybody may sign anything about himself."""
+    served = open_descriptor(peers.peers["b"].node.descriptor_bytes)
+    mine = dataclasses.replace(served, peer=stranger.me, addresses=addresses)
+    return HopRef(stranger.me, 2, sign_record(stranger.transport.identity, mine))
+
+
+async def test_an_open_sends_nobody_into_other_networks_and_tells_nothing_of_them(
+    tiny: Tiny, stranger: Stranger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stranger is a second identity's next hop, not connected itself, and lists what it wants to know of."""
+    a, sybil = tiny.swarm.peers["a"], Stranger(tiny.swarm)
+    dialled: list[str] = []
+
+    async def dial(address: Address, *args: object, **kwargs: object) -> Link:
+        dialled.append(f"{address.host}:{address.port}")
+        raise Unreachable(str(address), "connection refused")
+
+    monkeypatch.setattr(a.transport, "dial", dial)
+    places = ("192.168.1.1:80", "10.0.0.1:22", "169.254.169.254:80", "[fe80::1]:1", "[64:ff9b::a00:1]:1", "8.8.8.8:53")
+    next_hop = signed_by(sybil, tiny.swarm, *places)
+    stream = await stranger.say(
+        "a", open_message(tiny.swarm, "a", session(1), next=next_hop, last=next_hop)
+    )
+    fault = await within(stream.receive())
+    assert fault == Fault(1, "link", "it can't be reached where it says it is", sybil.me)
+    assert dialled == ["8.8.8.8:53"], "an address of the internet may be dialled, and what is there isn't told"
+    stream.reset("done")
+    await sybil.close()
+
+
+async def test_opens_make_a_peer_dial_only_so_many_unknown_addresses(
+    tiny: Tiny, stranger: Stranger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a = tiny.swarm.peers["a"]
+    a.node._permits._for_others = BucketTable(0.001, 4.0)
+    dialled: list[Address] = []
+
+    async def dial(address: Address, *args: object, **kwargs: object) -> Link:
+        dialled.append(address)
+        raise Unreachable(str(address), "connection refused")
+
+    monkeypatch.setattr(a.transport, "dial", dial)
+    for number in range(10):
+        sybil = Stranger(tiny.swarm)
+        next_hop = signed_by(sybil, tiny.swarm, f"8.8.8.8:{1 + number}")
+        stream = await stranger.say(
+            "a", open_message(tiny.swarm, "a", session(1 + number), next=next_hop, last=next_hop)
+        )
+        assert isinstance(await within(stream.receive()), Fault)
+        stream.reset("done")
+        await sybil.close()
+    assert len(dialled) == 4
+    a.node._permits._for_others = BucketTable(1.0, 1000.0)
 
 
 # ---------------------------------------------------------------- hostile hops

@@ -34,6 +34,7 @@ from swarm.flow import DEFAULT_LIMITS, Priority
 from swarm.identity import Identity, PeerId
 from swarm.link import Link, Stream
 from swarm.messages import GetFiles, Message, Step, Unsupported, Where
+from swarm.permits import anywhere
 from swarm.tensors import RawTensor
 from swarm.transport import Transport
 
@@ -91,7 +92,7 @@ def step(size: int, position: int = 0) -> Step:
 async def test_a_peer_that_advertises_a_host_no_resolver_takes_is_unreachable_and_no_bug_of_ours(make: Make) -> None:
     client = await make(Identity.ephemeral(), listen=False)
     with pytest.raises(PeerFailed, match="looked up"):
-        await client.link_to(PEER, ["a" * 64 + ":7070"])
+        await client.link_to(PEER, ["a" * 64 + ":7070"], anywhere)
 
 
 async def test_a_network_whose_name_does_not_fit_the_handshake_is_refused() -> None:
@@ -601,7 +602,7 @@ async def test_a_linked_peer_is_not_dialled_again_unless_asked(make: Make) -> No
     server, client = await make(LOW), await make(HIGH, listen=False)
     link = await client.dial(at(server, LOW.peer_id))
     assert await client.dial(at(server, LOW.peer_id)) is link
-    assert await client.link_to(LOW.peer_id, ()) is link
+    assert await client.link_to(LOW.peer_id, (), anywhere) is link
     assert await client.dial(at(server, LOW.peer_id), fresh=True) is not link
 
 
@@ -610,13 +611,36 @@ async def test_a_peer_is_reached_at_whichever_address_works_and_by_one_dial_for_
 ) -> None:
     server, other, client = await make(LOW), await make(IDENTITIES[2]), await make(HIGH, listen=False)
     addresses = ["not an address", str(at(other)), str(at(server))]
-    links = await asyncio.gather(*(client.link_to(LOW.peer_id, addresses) for _ in range(5)))
+    links = await asyncio.gather(*(client.link_to(LOW.peer_id, addresses, anywhere) for _ in range(5)))
     assert len(set(links)) == 1 and links[0].peer == LOW.peer_id
     assert len(client._sockets) == 1
     with pytest.raises(PeerFailed, match="expected peer"):
-        await client.link_to(IDENTITIES[3].peer_id, [str(at(other))])
+        await client.link_to(IDENTITIES[3].peer_id, [str(at(other))], anywhere)
     with pytest.raises(PeerFailed, match="no address is known"):
-        await client.link_to(IDENTITIES[3].peer_id, [])
+        await client.link_to(IDENTITIES[3].peer_id, [], anywhere)
+
+
+async def test_a_name_is_judged_by_what_it_stands_for_and_that_is_what_is_dialled(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, client = await make(LOW), await make(HIGH, listen=False)
+    looked_up: list[str] = []
+
+    async def answers(host: str, port: int, **_: object) -> list[tuple[int, int, int, str, tuple[str, int]]]:
+        looked_up.append(host)
+        # first something harmless, the second time another address: what was judged must be what is dialled
+        found = "127.0.0.1" if looked_up == ["evil.example.org"] else "169.254.169.254"
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (found, port))]
+
+    monkeypatch.setattr(client.loop, "getaddrinfo", answers)
+    judged: list[str] = []
+    text = f"evil.example.org:{server.port}"
+    with pytest.raises(PeerFailed, match="isn't this swarm's"):
+        await client.link_to(LOW.peer_id, [text], lambda host: bool(judged.append(host)))
+    assert judged == ["127.0.0.1"] and not client._sockets
+    looked_up.clear()
+    link = await client.link_to(LOW.peer_id, [text], lambda host: host == "127.0.0.1")
+    assert link.remote[0] == "127.0.0.1" and "evil.example.org" in looked_up
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
@@ -703,7 +727,7 @@ async def test_closing_ends_everything_even_a_dial_and_a_handler_that_hang(make:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
         reaching = asyncio.create_task(
-            client.link_to(IDENTITIES[2].peer_id, [f"127.0.0.1:{silent.getsockname()[1]}"])
+            client.link_to(IDENTITIES[2].peer_id, [f"127.0.0.1:{silent.getsockname()[1]}"], anywhere)
         )
         await asyncio.sleep(0)
         await client.close()
