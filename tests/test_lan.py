@@ -16,6 +16,7 @@ from swarm.errors import Unreachable
 from swarm.identity import Identity, PeerId
 from swarm.lan import SERVICE, Announced, Found, Lan, lan_wanted
 from swarm.node import Node
+from swarm.permits import anywhere
 from swarm.state import StateDir
 from swarm.transport import Transport
 from tests.sim.records import descriptor, serving
@@ -134,7 +135,8 @@ def test_an_environment_variable_turns_it_off(monkeypatch: pytest.MonkeyPatch, v
 
 
 @pytest.fixture
-async def nodes() -> AsyncIterator[list[Node]]:
+async def nodes(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[list[Node]]:
+    monkeypatch.setattr("swarm.joining.on_the_lan", anywhere)  # this LAN is this machine
     opened: list[Node] = []
     yield opened
     for node in reversed(opened):
