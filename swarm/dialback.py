@@ -16,13 +16,13 @@ import random
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 
-from swarm.addresses import Address, Block, address_group, block_of, is_loopback, parse_address, read_ip
+from swarm.addresses import Address, address_group, is_loopback, parse_address
 from swarm.buckets import MAX_BUCKETS, BucketTable
 from swarm.errors import StreamClosed, SwarmError
 from swarm.identity import PeerId
 from swarm.link import Link, Stream
 from swarm.messages import DialBack, DialledBack, Message
-from swarm.permits import LOCAL
+from swarm.permits import Permits
 from swarm.transport import Transport
 
 log = logging.getLogger("swarm.node")
@@ -174,8 +174,8 @@ class Ports:
 class DialsBack:
     """The same service for others."""
 
-    def __init__(self, transport: Transport) -> None:
-        self._transport = transport
+    def __init__(self, transport: Transport, permits: Permits) -> None:
+        self._transport, self._permits = transport, permits
         self._at_once = asyncio.Semaphore(DIAL_BACKS_AT_ONCE)
         self._ports = Ports()
 
@@ -193,35 +193,10 @@ class DialsBack:
         """Whether a fresh connection to there reaches the asker; tried only where it can be itself."""
         try:
             address = parse_address(text)
-            host = await self._where_the_asker_may_be(address, asker.remote[0])
-            if host is None:
-                return False
-            await self._transport.dial(
-                Address(asker.peer, host, address.port), DIAL_BACK_TIMEOUT_S, fresh=True
-            )
+            there = Address(asker.peer, address.host, address.port)
+            place, *_ = await self._transport.allowed(there, self._permits.back(asker.remote[0]))
+            await self._transport.dial(place, DIAL_BACK_TIMEOUT_S, fresh=True)
         except SwarmError as error:
             log.debug("dialling back %s at %s failed: %s", asker.peer[:8], text, error)
             return False
         return True
-
-    async def _where_the_asker_may_be(self, address: Address, remote: str) -> str | None:
-        """A resolved host of `address` that is the asker's own, or private where the asker is too."""
-        try:
-            async with asyncio.timeout(DIAL_BACK_TIMEOUT_S):
-                found = await asyncio.get_running_loop().getaddrinfo(address.host, address.port)
-        except (OSError, TimeoutError):
-            return None
-        hosts = [str(info[4][0]) for info in found]
-        return next((host for host in hosts if same_place(host, remote)), None)
-
-
-def same_place(host: str, remote: str) -> bool:
-    """Whether dialling `host` can only bother whoever asks from `remote`, or the private network of both. This
-    machine's own services are only for whoever is on it."""
-    there, asker = read_ip(host), read_ip(remote)
-    if there is None or asker is None or there.is_unspecified or there.is_multicast:
-        return False
-    if there == asker:
-        return True
-    block, theirs = block_of(host), block_of(remote)
-    return block in LOCAL and theirs in LOCAL and (block is not Block.LOOPBACK or theirs is Block.LOOPBACK)

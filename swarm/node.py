@@ -34,7 +34,7 @@ from swarm.joining import Hands, Joining
 from swarm.lan import Lan
 from swarm.link import Link, Stream
 from swarm.messages import Delta, DialBack, GossipHello, Message, ModelSeen, Subscribe
-from swarm.permits import Permits
+from swarm.permits import MayDial, Permits, anywhere, on_the_lan
 from swarm.records import Descriptor, Load
 from swarm.registry import (
     ClockOff,
@@ -58,6 +58,7 @@ SEEK_TIMEOUT_S = 2.0  # for a list of the models with a name first
 LEAVE_TIMEOUT_S = 1.0  # for the signed leave to get out
 DROP_TIMEOUT_S = 1.0  # for what was queued when a neighbour is let go
 MAX_REACHED = 1024  # addresses at which somebody was found, kept for dialling again
+MAX_HEARD = 256  # addresses of the local network, tried from time to time
 REMEMBER_S = 300.0  # between writes of the remembered peers
 REMEMBER_FIRST_S = 5.0  # until the first; doubles up to REMEMBER_S, so that one killed early knows somebody too
 MOST_MEASURED = 256  # connections at once, well under the usual 1,024 file descriptors of a process
@@ -130,7 +131,7 @@ class Node:
         self._keys = itertools.count(1)
         self._channels: dict[int, _Channel] = {}
         self._reached: dict[PeerId, str] = {}
-        self._trusted: set[str] = set()  # addresses that a person gave, or where somebody was before
+        self._told: dict[str, MayDial] = {}  # addresses that are in no record, and where they may lead
         self._permits = Permits(lambda peer: self.registry.table.addresses(peer), self._own_addresses)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._timer: asyncio.TimerHandle | None = None
@@ -148,7 +149,7 @@ class Node:
             link_to=transport.link_to,
             become_neighbours=self._become_neighbours,
             listed=self._listed,
-            remember=self.registry.remember,
+            remember=self._remember_on_lan,
             own=self._own,
         )
         self._joining = Joining(hands, lan, client=role == "client")
@@ -169,9 +170,9 @@ class Node:
         if self.role == "peer":
             self.transport.handle(GossipHello, self._serve_gossip)
             self.transport.handle(Subscribe, self._serve_subscriber)
-            self.transport.handle(DialBack, DialsBack(self.transport).answer)
+            self.transport.handle(DialBack, DialsBack(self.transport, self._permits).answer)
         remembered = self._recall()
-        self._trusted |= {str(address) for address in (*given, *remembered)}
+        self._told |= {str(address): anywhere for address in (*given, *remembered)}  # a person's, or they were met
         for address in given:
             self.registry.remember(str(address), address.peer, given=True)
         for address in reversed(remembered):
@@ -284,8 +285,7 @@ class Node:
         addresses = dict.fromkeys([*([reached] if reached else []), *self.registry.table.addresses(peer)])
         if not addresses and peer not in self.transport.links:
             raise PeerFailed(peer, "nobody here knows an address of it")
-        there, by_record = parse_address(reached).host if reached else None, self._permits.by_record(peer)
-        return await self.transport.link_to(peer, tuple(addresses), lambda host: host == there or by_record(host))
+        return await self.transport.link_to(peer, tuple(addresses), self._permits.by_record(peer))
 
     async def link_for(self, peer: PeerId, addresses: Sequence[str], asker: Link) -> Link:
         """A connection to a hop that a client named, whose descriptor lists these addresses. Raises PeerFailed.
@@ -372,6 +372,14 @@ class Node:
 
     def _listed(self) -> set[PeerId]:
         return {entry.peer for entry in self.entries()} | {channel.peer for channel in self._channels.values()}
+
+    def _remember_on_lan(self, address: str, peer: PeerId) -> None:
+        text = f"{peer}@{address}"
+        self._told.setdefault(text, on_the_lan)
+        heard = [one for one, may_dial in self._told.items() if may_dial is on_the_lan]
+        if len(heard) > MAX_HEARD:
+            del self._told[heard[0]]
+        self.registry.remember(text, peer)
 
     async def _dial(self, address: Address) -> Link:
         link = await self.transport.dial(address)
@@ -555,13 +563,14 @@ class Node:
     async def _reach_address(self, text: str) -> None:
         try:
             address = parse_address(text)
-            if text in self._trusted:
+            may_dial = self._told.get(text)
+            if may_dial is anywhere:
                 link = await self._dial(address)
-            elif address.peer is not None:  # out of a record
+            else:  # heard on the local network, or out of a record: somebody's in any case
+                assert address.peer is not None
                 place = str(Address(None, address.host, address.port))
-                link = await self.transport.link_to(address.peer, (place,), self._permits.by_record(address.peer))
-            else:
-                raise PeerFailed("", "an address that nobody here gave, and no record")
+                by_record = self._permits.by_record(address.peer)
+                link = await self.transport.link_to(address.peer, (place,), may_dial or by_record)
             self._open_unless_there(link)
         except SwarmError as error:
             log.debug("nobody is reached at %s: %s", text, error)

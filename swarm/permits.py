@@ -7,7 +7,8 @@ what it says of where it is. Blocks in which both agree are where our swarm live
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 from swarm.addresses import Block, block_of, is_public, may_dial, parse_address, read_ip
 from swarm.buckets import BucketTable
@@ -34,17 +35,17 @@ def on_the_lan(host: str) -> bool:
 
 
 class Permits:
-    """listed: the addresses that a peer says are its own. own: those that we say are ours."""
+    """listed: the addresses that a peer says are its own. own: those that we say are ours, () before we say any."""
 
     def __init__(self, listed: Callable[[PeerId], Sequence[str]], own: Callable[[], Sequence[str]]) -> None:
         self._listed, self._own = listed, own
-        self._met: OrderedDict[PeerId, tuple[str, Block]] = OrderedDict()  # where, and in which block that is
+        self._met: OrderedDict[PeerId, str] = OrderedDict()  # where
         self._for_others = BucketTable(DIALS_FOR_OTHERS_PER_S, DIALS_FOR_OTHERS_BURST)
 
     def saw(self, peer: PeerId, host: str) -> None:
         """A connection with this peer stands, to or from `host`."""
         self._met.pop(peer, None)
-        self._met[peer] = host, block_of(host)
+        self._met[peer] = host
         if len(self._met) > MAX_MET:
             self._met.popitem(last=False)
 
@@ -52,12 +53,9 @@ class Permits:
         """For addresses that this peer's record lists."""
 
         def check(host: str) -> bool:
-            block = block_of(host)
-            if block not in LOCAL:
-                return block is Block.PUBLIC
-            met_at, _ = self._met.get(peer, (None, None))
-            home = {block} if self._is_home(block) else set()
-            return may_dial(host, met_at=met_at, at_home=home, we_are_public=self._we_are_public())
+            return may_dial(
+                host, met_at=self._met.get(peer), at_home=self._home_of(host), we_are_public=self._we_are_public()
+            )
 
         return check
 
@@ -67,27 +65,47 @@ class Permits:
         by_record = self.by_record(peer)
         return lambda host: by_record(host) and (is_public(host) or not is_public(asker))
 
+    def back(self, asker: str) -> MayDial:
+        """For a peer at `asker` that wants to know where it is reached: only itself, or its own local network and
+        ours. This machine is the network of whoever comes from this machine."""
+
+        def check(host: str) -> bool:
+            if is_public(host):
+                return read_ip(host) == read_ip(asker)
+            home = {block_of(host)} if block_of(asker) in (block_of(host), Block.LOOPBACK) else set()
+            return may_dial(host, met_at=asker, at_home=home, we_are_public=self._we_are_public())
+
+        return check
+
     def may_dial_for(self, group: str, addresses: int, now: float) -> bool:
         """Count addresses that clients of this group make us dial. False: too many lately."""
         return self._for_others.take(group, now, float(addresses))
 
     def _we_are_public(self) -> bool:
-        return any(is_public(host) or (read_ip(host) is None and host != "localhost") for host in _hosts(self._own()))
+        """Whether we are only to be found on the internet: strangers who seem to be on this machine then come through
+        a tunnel. Who also lists an address of a local network lives there too."""
+        own = tuple(self._own())
+        return bool(own) and _blocks(own) == {Block.PUBLIC}
 
-    def _is_home(self, block: Block) -> bool:
-        """Whether somebody was met in this block who also says it is there, or on this machine who says so."""
-        return any(
-            block in {block_of(host) for host in _hosts(self._listed(peer))}
-            for peer, (_, met_in) in self._met.items()
-            if met_in in (block, Block.LOOPBACK)
+    def _home_of(self, host: str) -> set[Block]:
+        """The block of `host` if our swarm lives there: somebody was met in it who also says that it is there, or
+        was met on this machine and says so."""
+        block = block_of(host)
+        near = {block, Block.LOOPBACK}
+        lives = block in LOCAL and any(
+            block_of(at) in near and block in _blocks(tuple(self._listed(peer))) for peer, at in self._met.items()
         )
+        return {block} if lives else set()
 
 
-def _hosts(addresses: Iterable[str]) -> list[str]:
-    found = []
+@lru_cache(2 * MAX_MET)
+def _blocks(addresses: tuple[str, ...]) -> frozenset[Block]:
+    """Of what a peer lists. A name counts as public: what it stands for here may be anything."""
+    found = set()
     for text in addresses:
         try:
-            found.append(parse_address(text).host)
+            host = parse_address(text).host
         except UsageError:  # a stranger's record may list nonsense
             continue
-    return found
+        found.add(Block.LOOPBACK if host == "localhost" else Block.PUBLIC if read_ip(host) is None else block_of(host))
+    return frozenset(found)

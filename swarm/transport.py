@@ -55,6 +55,8 @@ log = logging.getLogger("swarm.transport")
 
 PORTS_TRIED = 200  # several peers on one host each take the next free one
 DIAL_TIMEOUT_S = 5.0
+MOST_OF_NAME = 2  # addresses tried of those that a name stands for: one of each kind, say
+LOOKUPS_AT_ONCE = 2  # of names that strangers told: each may take a thread of the resolver's for half a minute
 NEXT_ADDRESS_S = 0.25  # a peer's next address is tried beside the last (RFC 8305's delay)
 MAX_LINKS = 768  # in both directions, under the usual 1,024 file descriptors of a process
 LEAST_LINKS = 32  # however few descriptors there are
@@ -120,6 +122,7 @@ class Transport:
         self._first_limits: dict[type[Message], int] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         self._dialling: dict[PeerId, asyncio.Task[Link]] = {}
+        self._lookups = asyncio.Semaphore(LOOKUPS_AT_ONCE)
         self._listening: list[socket.socket] = []
         self._closing = False
 
@@ -333,22 +336,49 @@ class Transport:
 
     async def _reach_at(self, peer: PeerId, text: str, may_dial: MayDial) -> Link:
         address = parse_address(text)
-        for host in await self._looked_up(address):  # what was allowed is what is dialled, not the name again
-            if may_dial(host):
-                return await self.dial(Address(peer, host, address.port))
-        raise Unreachable(text, "it lies in a network that isn't this swarm's", "was it announced for another one?")
+        for place in await self.allowed(Address(peer, address.host, address.port), may_dial):
+            try:
+                return await self.dial(place)
+            except Unreachable as error:
+                problem = error
+        raise problem
+
+    async def allowed(self, address: Address, may_dial: MayDial) -> list[Address]:
+        """Where an address that a stranger told leads: IP addresses, each allowed, one at least, and not more than
+        MOST_OF_NAME. What was judged is what is dialled: a name may stand for something else the next time.
+
+        Raises Unreachable.
+        """
+        hosts = [host for host in await self._looked_up(address) if may_dial(host)]
+        if not hosts:
+            raise Unreachable(
+                str(address), "it lies in a network that isn't this swarm's", "was it announced for another one?"
+            )
+        return [Address(address.peer, host, address.port) for host in hosts[:MOST_OF_NAME]]
 
     async def _looked_up(self, address: Address) -> list[str]:
         if read_ip(address.host) is not None:
             return [address.host]
         try:
             async with asyncio.timeout(DIAL_TIMEOUT_S):
-                found = await self.loop.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
+                await self._lookups.acquire()
+                found: list[str] | OSError = await asyncio.shield(self._own(self._look_up(address)))
         except TimeoutError:
             raise Unreachable(str(address), "its name isn't found in time") from None
+        if isinstance(found, OSError):
+            raise Unreachable(str(address), _plain(found))
+        return found
+
+    async def _look_up(self, address: Address) -> list[str] | OSError:
+        """Keeps one of the few places until the answer is there: a lookup can't be cancelled, and its thread is one
+        that others wait for."""
+        try:
+            found = await self.loop.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
+            return list(dict.fromkeys(str(info[4][0]) for info in found))
         except OSError as error:
-            raise Unreachable(str(address), _plain(error)) from None
-        return list(dict.fromkeys(str(info[4][0]) for info in found))
+            return error
+        finally:
+            self._lookups.release()
 
     # ---- closing
 

@@ -16,7 +16,6 @@ import pytest
 
 from swarm import node as node_module
 from swarm.addresses import Address, parse_address
-from swarm.dialback import same_place
 from swarm.errors import IdentityError, MessageError, PeerFailed, StreamClosed, Unreachable, UsageError
 from swarm.identity import Identity
 from swarm.link import Link, Stream
@@ -631,28 +630,6 @@ async def test_nobody_is_made_to_dial_a_third_party(swarm: Swarm) -> None:
     stream.reset("done")
     assert answer == DialledBack((address(second),))
     assert dialled == ["127.0.0.1"]
-
-
-@pytest.mark.parametrize(
-    ("host", "remote", "allowed"),
-    [
-        ("203.0.113.7", "203.0.113.7", True),
-        ("8.8.8.8", "8.8.4.4", False),
-        ("8.8.8.8", "192.168.1.2", False),
-        ("192.168.1.9", "8.8.8.8", False),
-        ("127.0.0.1", "8.8.8.8", False),
-        ("192.168.1.9", "10.0.0.3", True),
-        ("100.64.0.9", "100.64.0.3", True),
-        ("::ffff:8.8.8.8", "8.8.8.8", True),
-        ("fe80::1%eth0", "fe80::2", True),
-        ("2606:4700::1", "2606:4700::2", False),
-        ("0.0.0.0", "127.0.0.1", False),
-        ("ff02::1", "fe80::2", False),
-        ("name", "127.0.0.1", False),
-    ],
-)
-def test_only_the_askers_own_places_are_dialled_back(host: str, remote: str, allowed: bool) -> None:
-    assert same_place(host, remote) is allowed
 
 
 # ---------------------------------------------------------------- hostile neighbours

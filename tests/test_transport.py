@@ -643,6 +643,41 @@ async def test_a_name_is_judged_by_what_it_stands_for_and_that_is_what_is_dialle
     assert link.remote[0] == "127.0.0.1" and "evil.example.org" in looked_up
 
 
+async def test_a_name_of_very_many_addresses_is_tried_at_two(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    client = await make(HIGH, listen=False)
+
+    async def answers(host: str, port: int, **_: object) -> list[tuple[int, int, int, str, tuple[str, int]]]:
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (f"127.0.0.{n}", port)) for n in range(1, 100)]
+
+    monkeypatch.setattr(client.loop, "getaddrinfo", answers)
+    places = await client.allowed(parse_address("evil.example.org:1"), lambda host: host != "127.0.0.1")
+    assert [place.host for place in places] == ["127.0.0.2", "127.0.0.3"]
+
+
+async def test_lookups_that_never_end_hold_two_threads_and_nobody_else(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = await make(HIGH, listen=False)
+    looking, answer = [], client.loop.create_future()
+
+    async def answers(host: str, port: int, **_: object) -> list[object]:
+        looking.append(host)
+        await answer
+        return []
+
+    monkeypatch.setattr(client.loop, "getaddrinfo", answers)
+    monkeypatch.setattr(transport_module, "DIAL_TIMEOUT_S", 0.05)
+    found = await asyncio.gather(
+        *(client.allowed(parse_address(f"n{n}.example.org:1"), anywhere) for n in range(20)), return_exceptions=True
+    )
+    assert all(isinstance(one, Unreachable) and "in time" in str(one) for one in found)
+    assert looking == ["n0.example.org", "n1.example.org"], "a thread is used until its answer comes"
+    answer.set_result(None)
+    with pytest.raises(Unreachable):
+        await client.allowed(parse_address("n20.example.org:1"), anywhere)
+    assert looking[2:] == ["n20.example.org"]
+
+
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 async def test_simultaneous_dials_agree_on_the_lower_peers_connection(
     make: Make, order: tuple[int, int]
