@@ -15,6 +15,7 @@ Python's `is_private` and `is_global` mean has changed between its own patch rel
 
 from __future__ import annotations
 
+import encodings.idna  # noqa: F401 (else imported at the first name: too late, once descriptors ran out)
 import ipaddress
 from collections.abc import Collection
 from dataclasses import dataclass

@@ -548,9 +548,15 @@ class Node:
             )
 
     def _keep_seq(self) -> None:
-        """What is on disk is above everything that was signed, so a restart outranks it."""
+        """What is on disk is above everything that was signed, so a restart outranks it. Where nothing can be written
+        now (the disk is full, descriptors ran out) the wall clock has to do that."""
         if self._peer_dir is not None and self.registry.seq > self._seq_end - SEQ_MARGIN:
-            self._seq_end = self._peer_dir.reserve_seq(self.registry.seq + 1) + SEQ_BLOCK
+            first = self.registry.seq + 1
+            try:
+                first = self._peer_dir.reserve_seq(first)
+            except OSError as error:
+                log.warning("can't write down how far this peer has counted (%s)", error.strerror)
+            self._seq_end = first + SEQ_BLOCK
 
     async def _reach(self, peer: PeerId) -> None:
         try:

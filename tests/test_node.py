@@ -21,6 +21,7 @@ from swarm.identity import Identity
 from swarm.link import Link, Stream
 from swarm.messages import Delta, DialBack, DialledBack, GossipHello, ModelSeen, Told
 from swarm.node import Node
+from swarm.permits import anywhere
 from swarm.records import Heartbeat, record_hash, sign_record
 from swarm.state import PeerDir, StateDir
 from swarm.transport import Transport
@@ -389,7 +390,9 @@ async def test_a_name_is_looked_up_again_at_each_try(swarm: Swarm, monkeypatch: 
     monkeypatch.setattr(loop, "getaddrinfo", lookup)
     first = await swarm.peer("a")
     second = await swarm.peer("b")
-    second.registry.remember(f"swarm.example:{first.transport.port}", given=True)
+    place = f"swarm.example:{first.transport.port}"
+    second._told[place] = anywhere  # as `start` does with what a person gives
+    second.registry.remember(place, given=True)
     async with asyncio.timeout(WITHIN_S):
         await looked_up.wait()
         assert names(second) == {"b"}
