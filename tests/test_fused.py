@@ -11,7 +11,7 @@ from peer.fused import TOLERANCE, _Norm, join
 from peer.model import PackedStep, SpanModel
 from peer.weights import load_span
 from routing.spans import Span
-from tests.tiny import COMMON, MemoryCheckpoint, random_model, tiny_model
+from tests.tiny import COMMON, MemoryCheckpoint, random_model, tiny_config, tiny_model
 
 torch.set_num_threads(1)
 
@@ -50,13 +50,15 @@ def test_what_has_the_shape_and_the_numbers_runs_without_modules(family: str, ta
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral-window"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_several_sessions_get_what_the_modules_give(family: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("sessions", [1, 3])
+def test_sessions_get_what_the_modules_give(family: str, dtype: torch.dtype, sessions: int) -> None:
+    """One session's single tokens go their own way."""
     model = whole(tiny_model(family), dtype)
     outputs = []
     for fused in (None, model.fused):
-        caches = [model.new_cache(40) for _ in range(3)]
+        caches = [model.new_cache(40) for _ in range(sessions)]
         made = []
-        for position, tokens in ((0, 20), (20, 3), (23, 1)):
+        for position, tokens in ((0, 20), (20, 3), (23, 1), (24, 1), (25, 1)):
             rows = [Row(cache, position, tokens, logits=1) for cache in caches]
             ids = torch.arange(len(rows) * tokens) * 7 % model.vocab
             made.append(model.run(PackedStep(model.span, rows, ids=ids), fused))
@@ -78,9 +80,17 @@ def test_layers_that_differ_only_far_from_the_beginning_keep_their_modules(dtype
     assert whole(random_model(config), dtype).fused is not None
 
 
-def test_one_wrong_number_keeps_all_on_the_modules(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("peer.fused._Norm.__call__", lambda norm, x: 1.001 * rms_norm(norm, x))
+@pytest.mark.parametrize("way", ["__call__", "row"])
+def test_one_wrong_number_keeps_all_on_the_modules(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    """Be it in a packed step or in one token's own way."""
+    monkeypatch.setattr(f"peer.fused._Norm.{way}", lambda norm, x, *_: 1.001 * rms_norm(norm, x))
     assert whole(tiny_model("llama")).fused is None
+
+
+def test_a_norm_that_may_divide_by_zero_stays_with_the_modules() -> None:
+    config = tiny_config("llama")
+    config.rms_norm_eps = 0.0
+    assert whole(random_model(config)).fused is None
 
 
 def rms_norm(norm: _Norm, x: torch.Tensor) -> torch.Tensor:
