@@ -37,7 +37,7 @@ class World(RegistryWorld):
     def __init__(self, seed: int, *, delay_s: float = 0.02) -> None:
         super().__init__(seed, replace(CALM, delay_s=(delay_s, delay_s)), keys="ed25519", turn_s=TURN_S)
         self.invariants.sweep_s = SWEEP_S
-        self.network.__class__ = _OneClock
+        self.network.__class__ = OneClock
 
     def __getitem__(self, name: str) -> Registry:
         self.there[name].host.mark()
@@ -79,7 +79,9 @@ class World(RegistryWorld):
         return sum(host.sent_bytes for host in self.network.hosts.values())
 
 
-class _OneClock(Network):
+class OneClock(Network):
+    """Everybody's clock shows the virtual time."""
+
     def add(self, name: str, address: str, *, wall_error_s: float = 0.0) -> Host:
         host = super().add(name, address, wall_error_s=wall_error_s)
         host.clock_s = 0.0
