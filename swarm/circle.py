@@ -103,6 +103,10 @@ class Circle:
     def deadline(self) -> float:
         return self._check_at
 
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        return tuple(self._addresses)
+
     def hurry(self, now: float) -> None:
         """Something happened that may call for new neighbours."""
         self._check_at = min(self._check_at, now)

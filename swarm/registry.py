@@ -173,6 +173,11 @@ class Registry:
         return tuple(self._neighbours.values())
 
     @property
+    def addresses(self) -> tuple[str, ...]:
+        """Old ones, each tried from time to time."""
+        return self._circle.addresses
+
+    @property
     def alone(self) -> bool:
         """Whether nobody is there who could tell us anything."""
         return all(one.kind is Kind.SUBSCRIBER for one in self._neighbours.values())

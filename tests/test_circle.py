@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import random
 
 import pytest
 
 from swarm import circle
 from swarm.budget import Budget
-from swarm.identity import Identity
+from swarm.identity import Identity, PeerId
 from swarm.neighbour import Kind, Neighbour
 from swarm.registry import Registry
 from swarm.table import Table
@@ -99,3 +101,127 @@ def test_old_addresses_where_somebody_was_get_half_of_the_tries() -> None:
             registry.unreached(action.address, now)
     assert 6 <= tried.count("home:1") <= 24
     assert len(set(tried)) == len(tried) - tried.count("home:1") + 1
+
+
+# ---------------------------------------------------------------- one choice after the other
+
+
+PEERS = sorted(Identity.from_seed(bytes([n]) * 32).peer_id for n in range(1, 40))
+OWN = ALICE.peer_id
+
+
+def linked(peers: list[PeerId], *, opened_here: bool = True) -> list[Neighbour]:
+    """Neighbours since 1, 2, 3, ... seconds."""
+    share = Budget(0.0).of_neighbour(0.0)
+    return [Neighbour(n, peer, Kind.GOSSIP, opened_here, float(n), share) for n, peer in enumerate(peers, 1)]
+
+
+def a_table(count: int, *, own: bool = False) -> Table:
+    """Of peers that live for ever."""
+    made = Table(check=lambda *_: None)
+    identities = [Identity.from_seed(bytes([n]) * 32) for n in range(1, count + 1)]
+    for one in [*identities, *([ALICE] if own else [])]:
+        made.accept(told(identity=one, addresses=(f"{one.peer_id[:8]}.local:7070",)), 0.0)
+    made._held = {peer: dataclasses.replace(held, lapses_at=math.inf) for peer, held in made._held.items()}
+    return made
+
+
+def a_circle(role: circle.Role = "peer", own: PeerId = OWN) -> circle.Circle:
+    return circle.Circle(own, role, random.Random(8), 0.0)
+
+
+def actions_until(
+    made: circle.Circle, there: list[Neighbour], table: Table, until: float
+) -> list[tuple[float, circle.Action]]:
+    """What it wants meanwhile; nothing that it tries is ever reported on."""
+    found: list[tuple[float, circle.Action]] = []
+    while made.deadline <= until:
+        now = made.deadline
+        found += [(now, action) for action in made.choose(there, table, now)]
+    return found
+
+
+def test_one_random_peer_a_minute_is_dialled_and_never_a_neighbour_or_oneself() -> None:
+    table = a_table(12, own=True)
+    there = linked([one.peer for one in table.held() if one.peer != OWN][: circle.KEPT_NEIGHBOURS])
+    found = actions_until(a_circle(), there, table, 20 * 60.0)
+    dialled = [action.peer for _, action in found if isinstance(action, circle.Reach)]
+    assert 15 <= len(dialled) <= 26
+    assert set(dialled) == set(table._held) - {one.peer for one in there} - {OWN}
+
+
+def test_the_oldest_that_was_opened_here_makes_room_when_there_are_too_many() -> None:
+    many = circle.KEPT_NEIGHBOURS + circle.SPARE_NEIGHBOURS + 1
+    table = a_table(0)
+    dropped = [action for _, action in actions_until(a_circle(), linked(PEERS[:many]), table, 70.0)]
+    assert dropped == [circle.Drop(1, "making room for another neighbour")]
+    assert actions_until(a_circle(), linked(PEERS[: many - 1]), table, 70.0) == []
+    assert actions_until(a_circle(), linked(PEERS[:many], opened_here=False), table, 70.0) == []
+
+
+def test_a_client_lets_go_of_a_source_too_many_at_once() -> None:
+    there = linked(PEERS[: circle.KEPT_SOURCES + 1])
+    (action,) = a_circle("client").choose(there, a_table(0), 0.0)
+    assert isinstance(action, circle.Drop) and action.key == 1
+    assert a_circle("client").choose(there[1:], a_table(0), 0.0) == []
+
+
+def test_a_dial_that_is_never_reported_on_is_forgotten_after_a_while() -> None:
+    found = actions_until(a_circle(), [], a_table(1), 100.0)
+    assert [at for at, _ in found] == pytest.approx([0.0, 30.0, 60.0, 90.0], abs=circle.CHECK_S)
+
+
+@pytest.mark.parametrize(("alone", "wait_s"), [(False, circle.RETRY_S), (True, circle.RETRY_ALONE_S)])
+def test_a_peer_that_did_not_answer_is_left_in_peace_for_a_while(alone: bool, wait_s: float) -> None:
+    made, table = a_circle(), a_table(1)
+    (action,) = made.choose([], table, 0.0)
+    assert isinstance(action, circle.Reach)
+    made.failed(action.peer, 1.0, alone)
+    ((at, again),) = actions_until(made, [], table, 1.0 + wait_s + circle.CHECK_S)
+    assert again == action and at >= 1.0 + wait_s
+    made.failed(action.peer, at, False)
+    made.reached(action.peer, action.peer)  # it came by itself
+    made.hurry(at)
+    assert made.choose([], table, at) == [action]
+
+
+def test_whoever_holds_a_contested_place_is_dialled_first() -> None:
+    table = a_table(12)
+    there = linked([one.peer for one in table.held()][: circle.KEPT_NEIGHBOURS])
+    suspect = max(table._held.keys() - {one.peer for one in there})
+    table.places.suspect = lambda *_: suspect  # type: ignore[method-assign]
+    found = [action for _, action in actions_until(a_circle(), there, table, 70.0)]
+    assert found == [circle.Reach(suspect)]
+
+
+def test_an_old_address_is_left_alone_while_whoever_was_there_is_alive() -> None:
+    made, table = a_circle(), a_table(9)
+    there = linked([one.peer for one in table.held()])
+    made.remember("alive.local:1", there[0].peer)
+    made.remember("gone.local:1", Identity.from_seed(b"g" * 32).peer_id)
+    found = [action for _, action in actions_until(made, there, table, 600.0)]
+    assert {one.address for one in found if isinstance(one, circle.ReachAddress)} == {"gone.local:1"}
+
+
+def test_somebody_in_a_hurry_does_not_wait_for_the_next_look() -> None:
+    made = a_circle()
+    made.choose([], a_table(0), 0.0)
+    assert made.deadline == circle.CHECK_S
+    made.hurry(0.5)
+    assert made.deadline == 0.5
+    made.hurry(9.0)
+    assert made.deadline == 0.5
+
+
+@pytest.mark.parametrize("higher", [True, False])
+def test_of_two_streams_with_one_peer_the_higher_one_ends_that_which_it_opened(higher: bool) -> None:
+    own, other = (PEERS[1], PEERS[0]) if higher else (PEERS[0], PEERS[1])
+    share = Budget(0.0).of_neighbour(0.0)
+    two = [Neighbour(key, other, Kind.GOSSIP, key == 7, float(key), share) for key in (6, 7)]
+    assert [one.key for one in a_circle(own=own)._duplicates(two)] == ([7] if higher else [])
+
+
+def test_of_two_streams_opened_by_one_side_the_newer_stays() -> None:
+    share = Budget(0.0).of_neighbour(0.0)
+    two = [Neighbour(key, PEERS[0], Kind.GOSSIP, True, float(key), share) for key in (6, 7)]
+    assert [one.key for one in a_circle()._duplicates(two)] == [6]

@@ -37,7 +37,7 @@ def test_recent_heads_are_bounded_and_the_newest_stay() -> None:
 
 
 def test_the_filter_forgets_nothing_of_the_last_forty_thousand() -> None:
-    kept, ids = Filter(), identifiers(3 * heard.FILTER_HEADS, 2)
+    kept, ids = Filter(), identifiers(5 * heard.FILTER_HEADS // 2, 2)
     for one in ids:
         kept.add(one)
     assert all(one in kept for one in ids[-heard.FILTER_HEADS :])

@@ -319,6 +319,28 @@ def test_what_was_offered_twice_is_asked_for_once_and_of_the_other_if_no_answer_
     assert (2, Ask((), (wanted,))) in registry.drain(ASK_TIMEOUT_S)
 
 
+def test_a_peer_that_missed_renewals_hears_of_them_before_the_lease_is_over() -> None:
+    """Offers are made once, and these are lost: without digests that leave old heads out, p1 would forget p0 until its
+    next heartbeat."""
+    world = World(21)
+    world.peers(2)
+    world.run(20.0)
+    world.weather(ordered=False, loss=1.0)
+    assert world.run(20.0, until=lambda: lease_left_s(world, "p1", "p0") < 0.45 * LEASE_S)
+    world.weather(ordered=True, loss=0.0)
+    owner = world["p0"]._owner
+    assert owner is not None and owner.due is not None
+    owner.due += 60.0  # and says nothing new
+    for name in ("p0", "p1"):
+        world[name]._digest_at = world.now
+    assert world.run(1.0, until=lambda: lease_left_s(world, "p1", "p0") > 0.5 * LEASE_S)
+
+
+def lease_left_s(world: World, name: str, of: str) -> float:
+    held = world[name].table.get(world.there[of].peer)
+    return 0.0 if held is None else held.lapses_at - world.now
+
+
 def test_a_renewal_crosses_each_stream_once() -> None:
     """Both ends may have it from others: whoever offers first spares the other one its offer."""
     registry, key = attached()

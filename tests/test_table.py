@@ -97,6 +97,30 @@ def test_after_its_tombstone_an_owner_without_state_and_with_a_wrong_clock_is_ta
     assert held.accept(told(seq=7), now=later) is Verdict.CHANGED
 
 
+def test_what_is_remembered_of_a_peer_goes_with_its_tombstone() -> None:
+    held = Table()
+    held.places.proved(ALICE.peer_id, "45.9.9.7")
+    held.accept(told(seq=10), now=0.0)
+    held.lapse(LEASE_S)
+    assert held.places.is_proved(ALICE.peer_id)
+    held.lapse(LEASE_S + table.GONE_S)
+    assert not held.places.is_proved(ALICE.peer_id)
+
+
+def test_heads_need_no_asking_for_a_lease_and_are_forgotten_after_two() -> None:
+    held = Table()
+    first = told(seq=10, beat=11)
+    held.accept(first, now=0.0)
+    for beat in range(12, 112):
+        now = 5.0 * (beat - 11)
+        held.accept(told(seq=10, beat=beat), now=now)
+        held.lapse(now)
+        if now <= LEASE_S:
+            assert held.knows(head_id(first.head), now)
+    assert not held.knows(head_id(first.head), 500.0)
+    assert len(held._recent) <= 2 * LEASE_S / 5.0 + 2
+
+
 def test_of_equal_numbers_the_larger_hash_wins_in_any_order() -> None:
     one, other = told(seq=5, name="one"), told(seq=5, name="other")
     winners = set()

@@ -164,10 +164,32 @@ class Trial:
             if here.host.asleep:
                 world.network.wake(here.host)
         world.heal()
+        self._introduce()
         began = world.now
         if not world.run(CALM_S, until=self._agreed):
             raise AssertionError(f"no agreement {CALM_S:g} s after the storm: {self._differences()}")
         return world.now - began
+
+    def _introduce(self) -> None:
+        """A newcomer whose only address died before it told anything knows nobody, and nobody knows it: no rule of the
+        registry brings such groups together, so their users do, and what remains is the registry's."""
+        groups = self._acquainted()
+        largest = max(groups, key=len)
+        for group in groups:
+            if group is not largest:
+                self.counts["given an address anew"] += 1
+                peers = sorted(name for name in largest if not self.world.there[name].client)
+                self.world.there[min(group)].join(self.world.address(self.rng.choice(peers)))
+
+    def _acquainted(self) -> list[set[str]]:
+        """Who could reach whom, over any number of others, by the addresses that are known somewhere."""
+        at = {here.host.address: name for name, here in self.world.there.items()}
+        groups: list[set[str]] = []
+        for name, here in self.world.there.items():
+            group = {name} | {at[address] for address in here.addresses_known() if address in at}
+            apart = [one for one in groups if not one & group]
+            groups = [*apart, group.union(*(one for one in groups if one & group))]
+        return groups
 
     def _hold(self) -> None:
         world = self.world

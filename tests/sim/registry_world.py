@@ -100,6 +100,13 @@ class Participant:
     def linked(self) -> set[PeerId]:
         return {one.peer for one in self.registry.neighbours if one.kind is not Kind.SUBSCRIBER}
 
+    def addresses_known(self) -> set[str]:
+        """Where it would dial sooner or later."""
+        table = self.registry.table
+        peers = {held.peer for held in table.held()} | set(table.lapsed()) | self.linked()
+        tried = {address.rpartition("@")[2] for address in self.registry.addresses}
+        return tried | {address for peer in peers for address in table.addresses(peer)}
+
     # ------------------------------------------------------------ what a node does
 
     def join(self, address: str) -> None:
