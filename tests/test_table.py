@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 
 import pytest
 
@@ -105,6 +106,18 @@ def test_what_is_remembered_of_a_peer_goes_with_its_tombstone() -> None:
     assert held.places.is_proved(ALICE.peer_id)
     held.lapse(LEASE_S + table.GONE_S)
     assert not held.places.is_proved(ALICE.peer_id)
+
+
+def test_a_table_that_everybody_left_takes_no_more_than_an_empty_one() -> None:
+    held = Table(check=lambda *_: None)
+    for n in range(300):
+        held.accept(told(identity=Identity.from_seed(n.to_bytes(32, "big"))), now=0.0)
+    held.lapse(LEASE_S)
+    assert len(held.lapsed()) == 300
+    for minutes in range(1, 30):
+        held.lapse(LEASE_S + 60.0 * minutes)
+    assert not held.digests._there and not held._lapses
+    assert sys.getsizeof(held._gone) == sys.getsizeof({})
 
 
 def test_heads_need_no_asking_for_a_lease_and_are_forgotten_after_two() -> None:
