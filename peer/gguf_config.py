@@ -258,7 +258,12 @@ def _experts(facts: Facts) -> int:
 
 def _rope(facts: Facts) -> Config:
     """Rotary positions. Source of the scalings: arXiv:2309.00071 (yarn), arXiv:2402.13753 (longrope)."""
-    plain: Config = {"rope_type": "default", "rope_theta": facts.number("rope.freq_base", 10_000.0)}
+    theta = facts.number("rope.freq_base", 10_000.0)
+    if theta <= 0:
+        raise broken(
+            facts.file, f"{facts.architecture}.rope.freq_base is {theta}, where a number above 0 is needed"
+        )
+    plain: Config = {"rope_type": "default", "rope_theta": theta}
     if "rope_freqs.weight" in facts.shapes:
         return plain | _llama3(facts)
     if "rope_factors_long.weight" in facts.shapes:

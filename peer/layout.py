@@ -207,8 +207,10 @@ def _no_weights(files: ModelFiles) -> ModelError:
             "the code of whoever made it; use a version with *.safetensors, or convert it with "
             "https://huggingface.co/spaces/safetensors/convert"
         )
+    others = [name for name in names if name.endswith(".safetensors")]
+    there = f" ({others[0]} is there, which neither names)" if others else ""
     return ModelNotFound(
-        f"{files.label} has no weights ({WEIGHTS}, or {WEIGHTS_INDEX} with its shards); fetch them into it"
+        f"{files.label} has no weights ({WEIGHTS}, or {WEIGHTS_INDEX} with its shards){there}; fetch them into it"
     )
 
 

@@ -38,6 +38,8 @@ from swarm.tokenizer import bundle_hash
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+SHOWN = 160  # characters of what was typed, in an error
+_PAGE = re.compile(r"https?://[^/]+/(?P<id>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)")
 _HUB = re.compile(
     r"(?P<id>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(:(?P<which>[\w.-]+)|/(?P<file>[\w./-]+\.gguf))?"
 )
@@ -115,8 +117,11 @@ def resolve_model(
         return _describe(directory, served_name, directory.directory.name, wanted, cache, progress)
     match = _HUB.fullmatch(text)
     if match is None:
+        page = _PAGE.match(text)
+        if page is not None:
+            raise ModelNotFound(f"{text[:SHOWN]} is a page, not the name of a model; write: {page['id']}")
         raise ModelNotFound(
-            f"no such directory: {text}; a model is a directory, a GGUF file, "
+            f"no such directory: {text[:SHOWN]}; a model is a directory, a GGUF file, "
             f"a hub id such as org/name, or {SMOLLM2.keyword}"
         )
     files = open_hub(match["id"], revision, cache, hashes)

@@ -93,9 +93,10 @@ def _parts(
         if alias in sources:
             return sources[alias]
     files = sorted({spec.file for spec in checkpoint.tensors.values()})
-    last = f" to {files[-1]}" if len(files) > 1 else ""
+    if len(files) == 1:
+        raise BrokenModel(f"tensor {name} isn't in {files[0]}; fetch that file again")
     raise BrokenModel(
-        f"tensor {name} is in none of the model's {len(files)} weight files, {files[0]}{last}; "
+        f"tensor {name} is in none of the model's {len(files)} weight files, {files[0]} to {files[-1]}; "
         "fetch them and their index again"
     )
 

@@ -135,6 +135,8 @@ def test_a_file_without_an_architecture_is_broken(files: Mapping[str, Facts]) ->
         ({"attention__layer_norm_rms_epsilon": float("nan")}, "epsilon is nan, where a number is needed"),
         ({"rope__freq_base": float("inf")}, "freq_base is inf"),
         ({"rope__freq_base": "ten"}, "freq_base is 'ten'"),
+        ({"rope__freq_base": -1.0}, "freq_base is -1.0, where a number above 0 is needed"),
+        ({"rope__freq_base": 0.0}, "freq_base is 0.0, where a number above 0 is needed"),
         (
             {"rope__dimension_count": 32, "attention__key_length": 16},
             "rotates 32 numbers of heads that have 16",

@@ -33,6 +33,7 @@ READABLE = sorted(gguf_weights._readable())
 def _no_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tokenizer has tests of its own: converting takes longer than all else here."""
     monkeypatch.setattr("peer.gguf_source.make_gguf_bundle", lambda *_: {})
+    monkeypatch.setattr("peer.source.check_usable", lambda *_: None)
 
 
 def resolve(path: Path) -> ModelSource:

@@ -140,6 +140,16 @@ def test_a_single_word_that_is_no_directory_says_what_can_be_named(cache: Path) 
     assert "smollm2" in text
 
 
+@pytest.mark.parametrize("rest", ["", "/", "/tree/main", "/blob/main/config.json"])
+def test_an_address_of_the_hub_says_what_to_write(rest: str, cache: Path) -> None:
+    text = refusal(f"https://huggingface.co/org/some.name{rest}", cache, ModelNotFound)
+    assert text.endswith("write: org/some.name")
+
+
+def test_what_is_no_name_at_all_is_told_shortly(cache: Path) -> None:
+    assert len(refusal("x" * 5000, cache, ModelNotFound)) < 400
+
+
 def test_a_file_in_place_of_a_directory(model: Path, cache: Path) -> None:
     assert "is a file; name the directory" in refusal(model / "model.safetensors", cache, ModelNotFound)
 
@@ -233,6 +243,20 @@ def test_a_weight_file_of_no_tensors(model: Path, cache: Path) -> None:
 def test_no_weights(model: Path, cache: Path) -> None:
     (model / "model.safetensors").unlink()
     assert "has no weights (model.safetensors" in refusal(model, cache, ModelNotFound)
+
+
+def test_weights_under_another_name_are_said_to_be_there(model: Path, cache: Path) -> None:
+    (model / "model.safetensors").rename(model / "consolidated.safetensors")
+    text = refusal(model, cache, ModelNotFound)
+    assert "has no weights (model.safetensors" in text and "consolidated.safetensors is there" in text
+
+
+def test_a_tensor_that_is_missed_in_the_only_file_speaks_of_no_index(model: Path, cache: Path) -> None:
+    tensors = load_file(model / "model.safetensors")
+    del tensors["lm_head.weight"]
+    save_file(tensors, model / "model.safetensors")
+    with pytest.raises(BrokenModel, match=r"lm_head.weight isn't in model.safetensors; fetch that file again"):
+        span_tensors(resolve(model, cache), Span(3, 4))
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.00.pth", "model.pt"])
