@@ -156,7 +156,7 @@ class Swarm:
                 self._replace(self.names.pop(1), f"r{n}")
                 self.world.run(CHURN_S)
             found["at_the_end"] = heap_bytes(self.world[self.names[0]])
-            self.world.run(2.0 * TOMBSTONES_S)
+            self.world.run(1.5 * TOMBSTONES_S)
             found["after"] = self._most_bytes()
         assert all(len(self.world.listed(name)) == len(self.names) for name in self.names)
         return found
