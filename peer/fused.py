@@ -238,7 +238,7 @@ def _read(layer: nn.Module, index: int) -> _Layer | None:
         out=_Matrix(linear["o_proj"].weight, linear["o_proj"].bias),
         between=_norm(layer.post_attention_layernorm),
         gate_up=gate_up,
-        act=mlp.act_fn,
+        act=F.silu if type(mlp.act_fn) is nn.SiLU else mlp.act_fn,  # no module's call around it
         down=_Matrix(linear["down_proj"].weight, linear["down_proj"].bias),
     )
 
