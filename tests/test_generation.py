@@ -607,4 +607,4 @@ async def test_the_room_of_vanished_clients_goes_to_whoever_needs_it(tiny: Tiny)
                     await reader.connect()
                     await reader.changed()
             assert (await reader.generate("Hello", max_tokens=4)).usage.completion_tokens == 4
-        assert peers.held() == {"only": 3}
+        await peers.until(lambda: len(only.server.runs) == 3)  # one gave way, and the answer's own is closed
