@@ -27,7 +27,7 @@ from peer.directory import DirectoryFiles, read_piece
 from peer.fingerprint import FileHashes
 from peer.layout import ModelFiles
 from peer.resumable import download, fetch_piece
-from peer.safetensors_header import broken, describe, merged
+from peer.safetensors_header import broken, merged, parse
 from swarm.errors import BrokenModel, CapacityError, GatedModel, ModelError, ModelNotFound
 from swarm.state import atomic_write
 
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 DISK_RESERVE_BYTES = 256 << 20
 # headers are a few hundred kB each: enough at once to hide the latency, few enough not to be throttled
 HEADER_REQUESTS = 8
+FIRST_HEADER_BYTES = 100_000  # asked for at first: longer headers are those of a mixture of experts
 METADATA_TIMEOUT_S = 30.0
 # beyond it the hub serves a file through its own chunked storage only, which resumes by itself
 MAX_PLAIN_BYTES = 50_000_000_000
@@ -135,22 +136,18 @@ class HubFiles:
         return found
 
     def _read_header(self, name: str) -> dict[str, TensorSpec]:
-        from huggingface_hub import HfApi
-        from huggingface_hub.errors import SafetensorsParsingError
+        """Almost always in one request, and never more than a header may have."""
+        from huggingface_hub import hf_hub_url
 
-        try:
-            header = HfApi().parse_safetensors_file_metadata(
-                self.label, name, revision=self.listing.commit, timeout=METADATA_TIMEOUT_S
-            )
-        except SafetensorsParsingError:
-            raise broken(name, "its header isn't one of a safetensors file") from None
-        tensors = describe({tensor: asdict(info) for tensor, info in header.tensors.items()}, name)
-        described = sum(spec.nbytes for spec in tensors.values())
-        if described + 8 > self.listing.files[name].size:
-            raise broken(
-                name, f"it is truncated: {self.listing.files[name].size:,} bytes hold no {described:,}"
-            )
-        return tensors
+        url, size = hf_hub_url(self.label, name, revision=self.listing.commit), self.listing.files[name].size
+        if not size:
+            raise broken(name, "it is empty")
+        first = fetch_piece(url, 0, min(size, FIRST_HEADER_BYTES))
+
+        def read(start: int, stop: int) -> bytes:
+            return first[start:stop] if stop <= len(first) else fetch_piece(url, start, stop)
+
+        return parse(read, size, name).tensors
 
     def _cached(self, name: str) -> Path | None:
         from huggingface_hub import try_to_load_from_cache

@@ -13,7 +13,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -40,6 +40,8 @@ _BITS = {
     "U64": 64, "I64": 64, "F64": 64, "C64": 64,
 }  # fmt: skip
 
+Read = Callable[[int, int], bytes]  # bytes [start, stop) of a file; fewer where it ends
+
 
 @dataclass(frozen=True, slots=True)
 class Header:
@@ -60,9 +62,18 @@ def read_header(path: Path, file: str) -> Header:
 
 def parse_header(stream: BinaryIO, file: str) -> Header:
     """Of an open file, from its beginning. Raises BrokenModel, or OSError."""
-    size = os.fstat(stream.fileno()).st_size
-    length = int.from_bytes(_exactly(stream, _LENGTH_BYTES, file, size), "little")
-    tensors, starts = _described(_members(_text(stream, length, file, size), file), file)
+
+    def read(start: int, stop: int) -> bytes:
+        stream.seek(start)
+        return stream.read(stop - start)
+
+    return parse(read, os.fstat(stream.fileno()).st_size, file)
+
+
+def parse(read: Read, size: int, file: str) -> Header:
+    """Of a file of `size` bytes, wherever it is. Raises BrokenModel, or what `read` does."""
+    length = int.from_bytes(_exactly(read, 0, _LENGTH_BYTES, file, size), "little")
+    tensors, starts = _described(_members(_text(read, length, file, size), file), file)
     data = _LENGTH_BYTES + length
     expected = data + sum(spec.nbytes for spec in tensors.values())
     if size < expected:
@@ -72,14 +83,14 @@ def parse_header(stream: BinaryIO, file: str) -> Header:
     return Header(tensors, {name: data + start for name, start in starts.items()})
 
 
-def _text(stream: BinaryIO, length: int, file: str, size: int) -> str:
+def _text(read: Read, length: int, file: str, size: int) -> str:
     if length > MAX_HEADER_BYTES:
         raise broken(
             file,
             f"its header would be {length:,} bytes long, {MAX_HEADER_BYTES:,} are accepted; "
             "it is damaged, or it isn't a safetensors file",
         )
-    raw = _exactly(stream, length, file, size)
+    raw = _exactly(read, _LENGTH_BYTES, _LENGTH_BYTES + length, file, size)
     if not raw.isascii() and 4 * length > MAX_HEADER_BYTES:  # such text takes Python four bytes a character
         raise broken(file, f"its header of {length:,} bytes isn't all ASCII; write it with shorter metadata")
     try:
@@ -154,24 +165,17 @@ def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
 _DECODER = json.JSONDecoder(object_pairs_hook=_unique)
 
 
-def _exactly(stream: BinaryIO, count: int, file: str, size: int) -> bytes:
-    data = stream.read(count) if count <= size else b""  # a damaged length allocates nothing
-    if len(data) < count:
+def _exactly(read: Read, start: int, stop: int, file: str, size: int) -> bytes:
+    data = read(start, stop) if stop <= size else b""  # a damaged length allocates nothing
+    if len(data) < stop - start:
         raise broken(file, f"it is truncated: its {size:,} bytes end within the header")
     return data
-
-
-def describe(header: object, file: str) -> dict[str, TensorSpec]:
-    """The tensors that a decoded header lists. Raises BrokenModel on anything but a sound description."""
-    if not isinstance(header, Mapping):
-        raise broken(file, "its header isn't a JSON object")
-    return _described(((name, entry) for name, entry in header.items() if name != METADATA), file)[0]
 
 
 def _described(
     members: Iterable[tuple[str, object]], file: str
 ) -> tuple[dict[str, TensorSpec], dict[str, int]]:
-    """The tensors, and of each its first byte, counted from the end of the header."""
+    """The tensors, and of each its first byte, counted from the end of the header. Raises BrokenModel."""
     extents: list[tuple[int, int, str]] = []
     tensors: dict[str, TensorSpec] = {}
     for name, entry in members:

@@ -71,6 +71,9 @@ def _connections() -> Iterator[None]:
     huggingface_hub.close_session()
 
 
+HEADER = "bytes=0-3999"  # all that is asked of a weight file before its tensors are wanted
+
+
 @pytest.fixture
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     hub = FakeHub()
@@ -84,6 +87,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no token"))
     monkeypatch.setattr(resumable, "RETRY_PAUSE_S", 0.0)
+    monkeypatch.setattr("peer.hub.FIRST_HEADER_BYTES", 4000)  # less than the tiny model's shards have
     monkeypatch.delenv("HF_TOKEN", raising=False)
     try:
         world = World(hub, write_tiny_model(tmp_path / "tiny", sharded=True), tmp_path / "cache", monkeypatch)
@@ -103,7 +107,7 @@ def refusal(world: World, kind: type[Exception], name: str = "org/tiny", **optio
 
 def weight_downloads(world: World) -> list[str]:
     """Weight files of which more than a header was asked for."""
-    return [shard for shard in SHARDS if any(span != "bytes=0-100000" for span in world.hub.downloads(shard))]
+    return [shard for shard in SHARDS if not all(span.startswith("bytes=0-") for span in world.hub.downloads(shard))]
 
 
 def layer(number: int) -> list[str]:
@@ -118,6 +122,21 @@ def test_a_model_is_described_without_a_download_of_its_weights(world: World) ->
         name: (array.shape, array.nbytes, shard_of(name)) for name, array in weights().items()
     }
     assert weight_downloads(world) == []
+
+
+def test_a_header_longer_than_what_is_asked_for_at_first_is_read_whole_and_no_further(world: World) -> None:
+    world.monkeypatch.setattr("peer.hub.FIRST_HEADER_BYTES", 100)
+    assert set(world.resolve().tensors) == set(weights())
+    length = int.from_bytes((world.model / SHARDS[0]).read_bytes()[:8], "little")
+    assert world.hub.downloads(SHARDS[0]) == ["bytes=0-99", f"bytes=8-{8 + length - 1}"]
+
+
+def test_a_header_that_says_it_is_huge_is_not_fetched(world: World) -> None:
+    shard = world.model / SHARDS[1]
+    shard.write_bytes((1 << 40).to_bytes(8, "little") + shard.read_bytes()[8:])
+    world.publish()
+    assert "are accepted; it is damaged" in refusal(world, BrokenModel)
+    assert world.hub.downloads(SHARDS[1]) == [HEADER]
 
 
 def test_the_hub_and_a_directory_give_the_same_model_the_same_identity(world: World) -> None:
@@ -381,7 +400,7 @@ def test_a_middle_span_is_loaded_from_its_own_shards_and_no_others(world: World)
     assert_middle(load(world.resolve(), MIDDLE))
     assert weight_downloads(world) == OWN
     for shard in set(SHARDS) - set(OWN):
-        assert world.hub.downloads(shard) == ["bytes=0-100000"]  # its header, in one request
+        assert world.hub.downloads(shard) == [HEADER]  # its header, in one request
 
 
 def test_a_weight_and_its_scales_are_fetched_wherever_they_lie(world: World) -> None:
@@ -391,12 +410,8 @@ def test_a_weight_and_its_scales_are_fetched_wherever_they_lie(world: World) -> 
     load(source, span)
     index = json.loads((model / "model.safetensors.index.json").read_text())["weight_map"]
     needed = {file for name, file in index.items() if name.startswith("model.layers.2.")}
-    headers = (
-        "",
-        "bytes=0-100000",
-    )  # small enough to come whole in the answer to the question for its header
     fetched = {file for file in set(index.values()) if len(world.hub.downloads(file)) > 1}
-    assert fetched == needed != set(index.values()), headers
+    assert fetched == needed != set(index.values())
 
 
 def test_large_files_come_from_a_storage_that_never_sees_the_token(world: World) -> None:
@@ -453,7 +468,7 @@ def test_a_download_outlives_the_process_that_began_it(world: World) -> None:
     world.hub.pause = None
     world.hub.requests.clear()
     assert_middle(load(world.resolve(), MIDDLE))
-    assert world.hub.downloads(shard) == ["bytes=0-100000", "bytes=3000-"]
+    assert world.hub.downloads(shard) == [HEADER, "bytes=3000-"]
 
 
 def test_a_revision_has_weights_of_its_own(world: World) -> None:
