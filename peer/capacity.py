@@ -327,6 +327,9 @@ def memory_budget(text: str | None, device: str, free: int) -> int:
     return int(free * (ACCELERATOR_SHARE if device.startswith("cuda") else CPU_SHARE))
 
 
+OUT_OF_MEMORY = r"out of memory|can't allocate memory"  # as torch says it
+
+
 @contextmanager
 def told_when_out_of_memory(span: Span) -> Iterator[None]:
     """Whatever torch or Python says when memory ends, as a CapacityError."""
@@ -334,7 +337,7 @@ def told_when_out_of_memory(span: Span) -> Iterator[None]:
         yield
     except (RuntimeError, MemoryError) as error:
         text = str(error)
-        if isinstance(error, RuntimeError) and not re.search(r"out of memory|can't allocate memory", text):
+        if isinstance(error, RuntimeError) and not re.search(OUT_OF_MEMORY, text):
             raise
         raise CapacityError(
             f"memory ran out while layers {span} were loaded ({(text.splitlines() or ['no details'])[0][:200]}); "

@@ -6,6 +6,7 @@ any pool; nothing of them stays.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 
@@ -15,11 +16,14 @@ import torch
 from torch import Tensor
 
 from peer.attention import Row
+from peer.capacity import OUT_OF_MEMORY
 from peer.model import PackedStep, SpanModel
 from routing.spans import Span, Speed
+from swarm.errors import BrokenModel
 
 FloatArray = npt.NDArray[np.float64]
 
+TRIAL_ROWS = 4  # sessions of a token each, so that one that is strange spoils no other
 TRIAL_TOKENS = 64  # a trial prefill: enough to be bound by arithmetic, not by weight reading
 LEAST_STEP_S = 0.002  # a hop costs two thread hand-overs and a message (about 0.5 ms) and can fail: no hops for nothing
 TRIAL_ROUNDS = 10  # most that are needed for a best one
@@ -83,6 +87,35 @@ def _trial_input(model: SpanModel, tokens: int, span: Span) -> dict[str, Tensor]
     if span.start == 0:
         return {"ids": torch.zeros(tokens, dtype=torch.long)}
     return {"hidden": torch.zeros(tokens, model.width, dtype=model.dtype)}
+
+
+def check_it_runs(model: SpanModel) -> None:
+    """Raises BrokenModel if the span can't take a step, or gives no numbers for any of several tokens: a config that
+    doesn't fit its weights, weights that are damaged, or numbers too large for the dtype. Better now than to clients.
+    """
+    rows = [Row(model.new_cache(1), 0, 1) for _ in range(TRIAL_ROWS)]
+    if model.span.start == 0:
+        inputs = {"ids": torch.linspace(0, model.vocab - 1, TRIAL_ROWS).long()}
+    else:
+        made = torch.randn(TRIAL_ROWS, model.width, generator=torch.Generator().manual_seed(0))
+        inputs = {"hidden": made.to(model.dtype)}
+    try:
+        hidden = model.forward(PackedStep(model.span, rows, **inputs)).hidden
+    except (RuntimeError, IndexError, TypeError, ValueError) as error:
+        if re.search(OUT_OF_MEMORY, str(error)):
+            raise
+        fault = " ".join(str(error).split())[:160]
+        raise BrokenModel(
+            f"layers {model.span} can't take a step ({fault}): the model's config doesn't fit its weights; "
+            "fetch both again"
+        ) from error
+    if not torch.isfinite(hidden).all(dim=-1).any():
+        dtype = str(model.dtype).removeprefix("torch.")
+        wider = f", or its numbers are too large for {dtype} (try --dtype bfloat16)" * (model.dtype == torch.float16)
+        raise BrokenModel(
+            f"layers {model.span} give nothing that is a number for any of {TRIAL_ROWS} tokens: a weight file or "
+            f"config.json is damaged{wider}; fetch them again"
+        )
 
 
 def _timed(model: SpanModel, step: PackedStep, clock: Callable[[], float]) -> float:

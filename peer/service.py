@@ -375,7 +375,7 @@ class PeerService:
         )  # torch: 5 s in which the loop goes on
         from peer.cache import KvPool
         from peer.engine import Engine, EngineConfig
-        from peer.measure import measure_speed, measure_workspace
+        from peer.measure import check_it_runs, measure_speed, measure_workspace
         from peer.weights import load_span, span_tensors
 
         source, plan, span = self.source, self.plan, self.span
@@ -392,6 +392,7 @@ class PeerService:
         with told_when_out_of_memory(span):
             model = await self.engine.call(lambda: load_span(source, span, dtype, device, loading))
             await asyncio.to_thread(source.fetch_tensors, names, self._progress)  # nothing changed meanwhile
+            await self.engine.call(lambda: check_it_runs(model))
             self.engine.model = model
             self.pool = KvPool(plan.sizes, span, plan.pool_bytes(span), dtype=model.dtype, device=model.device)
             await self.engine.call(self.pool.rehearse)

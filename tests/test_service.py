@@ -15,7 +15,9 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from peer import service as service_module
 from peer.engine import Engine
@@ -139,6 +141,17 @@ def test_weights_that_fail_while_they_load_leave_no_claim(
     with pytest.raises(BrokenModel, match=r"model\.safetensors (can't be used: it is truncated|was changed since)"):
         starting.result(WITHIN_S)
     assert seen == ["loading"]
+    assert entry(swarm) is None
+
+
+def test_a_peer_whose_weights_are_no_numbers_serves_nobody(
+    swarm: TinySwarm, state: StateDir, tmp_path: Path
+) -> None:
+    spoiled = write_tiny_model(tmp_path / "spoiled")
+    tensors = {name: tensor * np.float32("nan") for name, tensor in load_file(spoiled / "model.safetensors").items()}
+    save_file(tensors, spoiled / "model.safetensors")
+    with pytest.raises(BrokenModel, match="layers 0-3 give nothing that is a number"):
+        Alone(swarm, state, spoiled, layers="0:4").start()
     assert entry(swarm) is None
 
 
