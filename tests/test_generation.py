@@ -7,8 +7,10 @@ sessions for an hour, so whatever is freed here was closed.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import functools
 import gc
+import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Iterator
 from contextlib import contextmanager
@@ -17,7 +19,9 @@ from typing import Any
 import pytest
 
 import swarm.client
+from peer.attention import Row
 from peer.hop import HopConfig
+from peer.model import PackedStep, StepOutput
 from swarm import AsyncClient, Completion, Generation, Piece
 from swarm.addresses import parse_address
 from swarm.errors import GenerationFailed, NoRoute, UsageError
@@ -61,6 +65,46 @@ async def test_eight_greedy_answers_at_once_are_those_of_transformers(tiny: Tiny
     for answer in answers:
         assert [(hop.name, f"{hop.start}:{hop.stop}") for hop in answer.hops] == list(CHAINS[chain].items())
         assert answer.repairs == ()
+
+
+async def test_numbers_that_are_none_stop_their_session_alone_and_go_no_further(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The middle hop's layers give NaN to one session, in the steps that it shares with others."""
+    long, packed = 200, list[int]()  # tokens of the session to be hit: by its reservation it is known everywhere
+    b, c = (tiny.swarm.peers[name].engine for name in "bc")
+    assert b.model is not None and c.model is not None
+    forward, received = b.model.forward, c.model.forward
+
+    def is_hit(row: Row) -> bool:
+        return row.cache.reserved >= long
+
+    def poisoned(step: PackedStep) -> StepOutput:
+        output, at = forward(step), 0
+        hidden = output.hidden.clone()
+        for row in step.rows:
+            if is_hit(row) and row.position > 40:
+                packed.append(len(step.rows))
+                hidden[at : at + row.tokens] = math.nan
+            at += row.tokens
+        return dataclasses.replace(output, hidden=hidden)
+
+    def watched(step: PackedStep) -> StepOutput:
+        assert step.hidden is not None and step.hidden.isfinite().all()
+        assert not any(is_hit(row) and row.position > 40 for row in step.rows), "the poisoned step was passed on"
+        return received(step)
+
+    monkeypatch.setattr(b.model, "forward", poisoned)
+    monkeypatch.setattr(c.model, "forward", watched)
+    right = [tiny.oracle.greedy(tiny.oracle.chat_ids(prompt), 60) for prompt in PROMPTS[:4]]
+    async with tiny.client(chain="three") as client:
+        others = [asyncio.create_task(client.generate(prompt, max_tokens=60)) for prompt in PROMPTS[:4]]
+        with pytest.raises(GenerationFailed) as failed:
+            await client.generate("Hello there.", max_tokens=long)
+        answers = await asyncio.gather(*others)
+    assert [list(answer.token_ids) for answer in answers] == right
+    assert "layers 2-3" in str(failed.value) and "NaN or Inf" in str(failed.value)
+    assert packed and max(packed) > 1, "it never shared a step"
 
 
 async def test_sessions_are_packed_into_common_steps(tiny: Tiny) -> None:

@@ -81,6 +81,25 @@ def test_bias_and_repetition_penalty_equal_those_of_transformers(sampling: Sampl
     assert sample(logits, sampling, 40, ids) == int(theirs.argmax())
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_everything_at_once_is_drawn_from_what_transformers_leaves(seed: int) -> None:
+    """Bias, penalty and filters in transformers' order; the id is the one that the noise picks from the result."""
+    rng = np.random.default_rng(seed)
+    logits, ids = rng.normal(0.0, 3.0, 300), rng.integers(0, 300, 40).tolist()
+    bias = tuple((int(token), float(rng.normal(0.0, 5.0))) for token in rng.permutation(300)[:10])
+    sampling = Sampling(
+        temperature=float(rng.uniform(0.3, 2.0)), top_k=int(rng.integers(2, 60)), top_p=float(rng.uniform(0.3, 1.0)),
+        min_p=float(rng.uniform(0.0, 0.2)), repetition_penalty=float(rng.uniform(0.6, 1.6)), seed=seed, logit_bias=bias,
+    )  # fmt: skip
+    made = LogitsProcessorList([SequenceBiasLogitsProcessor({(token,): value for token, value in bias})])
+    made.append(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
+    made += processors(sampling)
+    theirs = made(torch.tensor([ids]), torch.from_numpy(logits)[None])[0].numpy()
+    for position in range(40, 60):
+        right = int(np.argmax(theirs + gumbel_noise(seed, position, 300)))
+        assert sample(logits, sampling, position, ids) == right
+
+
 def test_presence_and_frequency_count_what_the_answer_has() -> None:
     # By hand, from OpenAI's definition: logit - count * frequency - (count > 0) * presence.
     sampling = Sampling(presence_penalty=0.5, frequency_penalty=0.25, answer_from=3)
