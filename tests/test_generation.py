@@ -96,6 +96,8 @@ async def test_numbers_that_are_none_stop_their_session_alone_and_go_no_further(
 
     monkeypatch.setattr(b.model, "forward", poisoned)
     monkeypatch.setattr(c.model, "forward", watched)
+    impatient = functools.partial(SessionConfig, patience_s=0.1, min_attempts=2)
+    monkeypatch.setattr(swarm.client, "SessionConfig", impatient)
     right = [tiny.oracle.greedy(tiny.oracle.chat_ids(prompt), 60) for prompt in PROMPTS[:4]]
     async with tiny.client(chain="three") as client:
         others = [asyncio.create_task(client.generate(prompt, max_tokens=60)) for prompt in PROMPTS[:4]]
