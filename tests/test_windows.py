@@ -222,24 +222,26 @@ async def test_steps_longer_than_a_chunk_run_in_pieces_and_again_where_a_pass_fa
 
 @pytest.mark.parametrize("family", ["mistral", "llama4", "gemma3"])
 async def test_windows_keep_what_a_rewind_needs_however_a_chunk_is_cut_into_pieces(family: str) -> None:
-    """Pieces of 3 of a chunk of 8, then back by as much as is promised from the chunk's start."""
+    """Pieces of 3 of a chunk of 8, then back by as much as is promised from the newest chunk's start."""
     checkpoint = MemoryCheckpoint(uncut(family))
     model = load_span(checkpoint, Span(0, LAYERS), torch.float32)
     checkpoint.close()
-    reach = Reach(rewind=5, chunk=8)
-    ids, cache = text(2, 60), model.new_cache(60, reach=reach)
-    back = Rewinds.over(tuple(layer.kv for layer in cache.layers), reach)
+    reach, ids = Reach(rewind=5, chunk=8), text(2, 60)
+    expected = right(family, ids).argmax(-1)
     engine = Engine(model, EngineConfig(batch=BatchConfig(prefill_tokens=3)))
     engine.start()
-    for at in range(0, 40, 10):  # each longer than a chunk
-        back.wrote(at, 10)
-        await engine.submit(Job(cache, model.span, at, ids=ids[at : at + 10]))
-    start = back.oldest
-    assert 0 < start == 38 - reach.rewind  # the last chunk began at 38
-    ask = SampleAt(start + 9, Sampling(), ())
-    result = await engine.submit(Job(cache, model.span, start, ids=ids[start : start + 9], sample=ask))
+    for begin in range(1, 9):  # wherever a chunk begins, and a window is full
+        cache = model.new_cache(60, reach=reach)
+        back = Rewinds.over(tuple(layer.kv for layer in cache.layers), reach)
+        for at, tokens in ((0, begin), (begin, 9), (begin + 9, 16), (begin + 25, 8)):
+            back.wrote(at, tokens)
+            await engine.submit(Job(cache, model.span, at, ids=ids[at : at + tokens]))
+        assert back.oldest == begin + 25 - reach.rewind
+        stop = back.oldest + 9
+        ask = SampleAt(stop, Sampling(), ())
+        result = await engine.submit(Job(cache, model.span, back.oldest, ids=ids[back.oldest : stop], sample=ask))
+        assert result.token == expected[stop - 1]
     await engine.stop()
-    assert result.token == right(family, ids[: start + 9])[-1].argmax()
 
 
 # ---------------------------------------------------------------- the store alone
