@@ -220,7 +220,7 @@ async def test_steps_longer_than_a_chunk_run_in_pieces_and_again_where_a_pass_fa
     assert calls[:6] == [[4, 4], [4], [4], [4, 4], [4], [4]] and calls[-2:] == [[4], [4]]
 
 
-@pytest.mark.parametrize("family", ["mistral", "llama4", "gemma3"])
+@pytest.mark.parametrize("family", ["mistral", "llama4"])
 async def test_windows_keep_what_a_rewind_needs_however_a_chunk_is_cut_into_pieces(family: str) -> None:
     """Pieces of 3 of a chunk of 8, then back by as much as is promised from the newest chunk's start."""
     checkpoint = MemoryCheckpoint(uncut(family))
