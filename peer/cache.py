@@ -293,6 +293,10 @@ class KvPool:
         """To follow how far back a session over `span` can be cut."""
         return Rewinds.over(self.sizes.over(span), self.sizes.reach)
 
+    def keeps(self, held: int, positions: int) -> bool:
+        """Whether a session that grows from `held` positions to `positions` keeps what it has computed."""
+        return self.sizes.encode_alike(held, positions)
+
     def rehearse(self) -> None:
         """Take and touch all of the pool's memory once. Raises CapacityError if it isn't there."""
         import torch

@@ -85,13 +85,14 @@ def show(size: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """What of a model the arithmetic needs. kv: what each of its layers keeps."""
+    """What of a model the arithmetic needs. kv: what each of its layers keeps. original: as `KvSizes` has it."""
 
     width: int
     inner: int
     vocab: int
     heads: int
     kv: tuple[LayerKV, ...]
+    original: int | None = None
 
     @property
     def layers(self) -> int:
@@ -120,7 +121,12 @@ class MemoryPlan:
         """Of sessions here: KV, and on a host their journals, which have a row for every position."""
         row_bytes = self.model.width * self.item_bytes if self.on_host else 0
         return KvSizes(
-            self.model.kv, self.item_bytes, self.context, row_bytes=row_bytes, reach=Reach(chunk=self.chunk)
+            self.model.kv,
+            self.item_bytes,
+            self.context,
+            row_bytes=row_bytes,
+            reach=Reach(chunk=self.chunk),
+            original=self.model.original,
         )
 
     def kv_bytes(self, tokens: int, span: Span) -> int:
@@ -445,6 +451,7 @@ def physical_cores() -> int:
 
 def model_shape(checkpoint: Checkpoint) -> ModelShape:
     """Imports transformers."""
+    from peer.families import original_context
     from peer.proof import proven_outline
 
     config = checkpoint.config
@@ -455,6 +462,7 @@ def model_shape(checkpoint: Checkpoint) -> ModelShape:
         vocab=config.vocab_size,
         heads=config.num_attention_heads,
         kv=proven_outline(config).kv,
+        original=original_context(config),
     )
 
 

@@ -146,8 +146,17 @@ def _says(config: PretrainedConfig, *names: str) -> bool:
     return any(getattr(config, name, None) for name in names)
 
 
-def depends_on_length(config: PretrainedConfig) -> bool:
-    """Whether a token's position encoding depends on how long the text is: then no two sessions share a row."""
+def original_context(config: PretrainedConfig) -> int | None:
+    """In texts longer than that all positions are encoded differently, so no two sessions share a row. None where the
+    encoding of a position doesn't depend on how long the text is."""
     rope = getattr(config, "rope_parameters", None) or {}
-    kinds = {rope.get("rope_type")} | {r.get("rope_type") for r in rope.values() if isinstance(r, dict)}
-    return bool(kinds & LENGTH_DEPENDENT_ROPE)
+    kinds = [rope, *(each for each in rope.values() if isinstance(each, dict))]  # or one for each type of layer
+    originals = [
+        # dynamic NTK scales what is beyond the config's own limit, which no session exceeds
+        config.max_position_embeddings
+        if each["rope_type"] == "dynamic"
+        else each["original_max_position_embeddings"]
+        for each in kinds
+        if each.get("rope_type") in LENGTH_DEPENDENT_ROPE
+    ]
+    return min(originals, default=None)

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from peer.attention import Row, StepSlot, attend_rows
-from peer.families import depends_on_length
+from peer.families import original_context
 from routing.spans import Span
 
 if TYPE_CHECKING:
@@ -203,7 +203,7 @@ def fuse(model: SpanModel) -> FusedSpan | None:
     """The model's claim, if all of it has the shape and gives the same numbers; None otherwise."""
     try:
         layers = [_read(layer, model.span.start + i) for i, layer in enumerate(model.layers)]
-        if not model.packs or depends_on_length(model.config) or None in layers:
+        if not model.packs or original_context(model.config) is not None or None in layers:
             return None
         made = FusedSpan(model, [layer for layer in layers if layer is not None])
     except UNLIKE:

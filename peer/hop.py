@@ -103,6 +103,9 @@ class KvLedger(Protocol):
     def extend(self, key: SessionKey, positions: int) -> None:
         """To `positions` in all. Raises CapacityError, nothing changed."""
 
+    def keeps(self, held: int, positions: int) -> bool:
+        """Whether what a session of `held` positions has computed is right in one that has grown to `positions`."""
+
     def free(self, key: SessionKey) -> None: ...
 
     def rewinds(self, span: Span) -> Rewinds:
@@ -460,6 +463,12 @@ class Hop:
         if self.finished:
             self._tell(Unknown(message.epoch))
             return
+        anew = message.positions > self._reserved and not self._ledger.keeps(self._reserved, message.positions)
+        if anew and self._resumed:
+            raise MessageError(
+                f"growing from {self._reserved} to {message.positions} positions changes how this model encodes all "
+                "of them: ask for it before the session is resumed"
+            )
         try:
             if message.positions > self._reserved:
                 self._ledger.extend(self.key, message.positions)
@@ -467,7 +476,17 @@ class Hop:
         except CapacityError as error:
             self._tell(RefusedMessage(message.epoch, str(error), self._config.retry_after_s))
             return
+        if anew:
+            self._compute_anew()
         self._tell(Extended(message.epoch, self._reserved))
+
+    def _compute_anew(self) -> None:
+        """What was computed is void: this hop is fed from position 0, as one that was lost."""
+        assert self._chain is not None
+        self._journal, self._taken = Journal(), 0
+        self._rewinds = self._ledger.rewinds(self._chain.span)
+        if self._answered and isinstance(self._chain, Prepare):
+            self._answer()  # again: there is nothing to keep any more
 
     def _where(self, ask: int) -> Message:
         if self.finished:

@@ -79,7 +79,8 @@ class KvSizes:
     """Bytes of sessions over any part of `layers`, of which the first is layer `start` of the model.
 
     context: positions of the longest session. row_bytes: what a position costs besides, where the journal of
-    hidden states lives in the same memory.
+    hidden states lives in the same memory. original: in a session of more positions than that all are encoded
+    differently (longrope); None: the length of a session changes nothing.
     """
 
     layers: tuple[LayerKV, ...]
@@ -88,9 +89,14 @@ class KvSizes:
     start: int = 0
     row_bytes: int = 0
     reach: Reach = REACH
+    original: int | None = None
 
     def over(self, span: Span) -> tuple[LayerKV, ...]:
         return self.layers[span.start - self.start : span.stop - self.start]
+
+    def encode_alike(self, positions: int, others: int) -> bool:
+        """Whether sessions of so many positions and of `others` have the same keys for the same text."""
+        return self.original is None or (positions > self.original) == (others > self.original)
 
     def bytes(self, positions: int, span: Span) -> int:
         """Of one session of so many positions over `span`."""

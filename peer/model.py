@@ -24,7 +24,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from peer.attention import Row, StepSlot
 from peer.cache import SessionCache
-from peer.families import Way, depends_on_length, family
+from peer.families import Way, family, original_context
 from peer.fused import FusedSpan, fuse
 from peer.kv import REACH, Reach
 from peer.outline import Outline
@@ -123,7 +123,7 @@ class SpanModel:
         for layer in self.layers:
             for module in layer.modules():
                 module.step_slot = self._slot
-        if depends_on_length(full.config):
+        if original_context(full.config) is not None:
             _fix_rotary(full, self._slot)
         self.shell = self._prune(full)
         self._views: dict[Span, PreTrainedModel] = {}

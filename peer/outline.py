@@ -27,7 +27,7 @@ from transformers.core_model_loading import WeightTransform
 from transformers.initialization import no_init_weights
 
 from peer.attention import ATTENTION
-from peer.families import Way, depends_on_length, family, refused
+from peer.families import Way, family, original_context, refused
 from peer.kv import LayerKV
 from peer.trial import NOTING, Notes, NotingCache, accepted, run_up_to_attention
 from routing.spans import Span
@@ -168,7 +168,7 @@ def _packing_outline(config: PretrainedConfig) -> Outline | None:
     notes = run_up_to_attention(model, path, None)
     if not all(notes.kv):
         return None
-    return _outline_of(model, path, notes, Way.ALONE if depends_on_length(config) else Way.PACKED)
+    return _outline_of(model, path, notes, Way.PACKED if original_context(config) is None else Way.ALONE)
 
 
 def _own_cache_outline(config: PretrainedConfig) -> Outline:

@@ -38,7 +38,11 @@ LENGTH = """
 **Rope scaled by the length of the text** (`dynamic`, `longrope`): transformers takes the length anew at each step, so
 that old keys and new queries of one text disagree, differently with every way to cut it into steps. Here the length is
 what the session has reserved, from its first token to its last: the numbers are transformers' own for a text of that
-length. A session within the model's original context gets what transformers gives for any text within it.
+length. A session within the model's original context gets what transformers gives for any text within it; an answer
+that is made longer than that (`rewind` with more tokens) is computed anew from its first token. The `generate` of
+Phi-3 begins a long answer as if it were to stay within the original context, and computes all of it anew when it
+doesn't: it agrees where prompt and answer together fit the original context, or the prompt alone exceeds it.
+With `dynamic`, the original context is all that a peer serves.
 """
 MULTIMODAL = """
 ## Multimodal checkpoints

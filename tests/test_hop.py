@@ -22,6 +22,7 @@ from swarm.messages import (
     Close,
     Credit,
     Extend,
+    Extended,
     Fault,
     HopRef,
     Likelihoods,
@@ -53,6 +54,7 @@ class Ledger:
     def __init__(self, capacity: int = 1000) -> None:
         self.capacity, self.held = capacity, dict[SessionKey, int]()
         self.window: int | None = None
+        self.original: int | None = None
 
     def reserve(self, key: SessionKey, positions: int, span: Span) -> None:
         assert key not in self.held
@@ -64,6 +66,9 @@ class Ledger:
         if positions > self.capacity:
             raise CapacityError(f"{positions} wanted")
         self.held[key] = positions
+
+    def keeps(self, held: int, positions: int) -> bool:
+        return self.original is None or held > self.original or positions <= self.original
 
     def free(self, key: SessionKey) -> None:
         del self.held[key]
@@ -533,6 +538,42 @@ def test_extend_grows_the_reservation_or_is_refused_unchanged() -> None:
     assert told(bench.say(Extend(1, 120)))[0].positions == 120
     assert told(bench.say(Extend(1, 200)))[0].kind == "refused"
     assert list(bench.ledger.held.values()) == [120]
+
+
+@pytest.mark.parametrize(("original", "void"), [(110, {120}), (100, {101}), (90, set()), (120, set())])
+def test_growth_that_changes_how_positions_are_encoded_makes_all_that_was_computed_void(
+    original: int, void: set[int]
+) -> None:
+    bench = Bench(2).opened()
+    bench.ledger.original = original
+    bench.resumed(resume_at=4, ids=())
+    bench.compute(bench.step(None, 0, [1, 2, 3, 4]))
+    for epoch, (positions, first) in enumerate([(101, "prepare"), (120, "extend")], start=2):
+        before = 4 if epoch == 2 or 101 not in void else 0
+        left = 0 if positions in void else before
+        said: list[Any] = []
+        if first == "prepare":  # and the link stands before it grows
+            bench.say(Prepare(**place(2, epoch)))
+            bench.hop.link_up(epoch, 0.0)
+            said = told(bench.hop.drain())
+            assert said == [Prepared(epoch, before, 0)]
+            again = told(bench.say(Extend(epoch, positions)))
+            assert again == [Prepared(epoch, 0, 0)] * (positions in void) + [Extended(epoch, positions)]
+        else:
+            bench.say(Prepare(**place(2, epoch)))
+            assert told(bench.say(Extend(epoch, positions))) == [Extended(epoch, positions)]
+            bench.hop.link_up(epoch, 0.0)
+            assert told(bench.hop.drain()) == [Prepared(epoch, left, 0)]
+
+
+def test_a_session_that_runs_grows_only_where_that_changes_nothing_of_what_it_has() -> None:
+    bench = Bench(2).opened()
+    bench.ledger.original = 110
+    bench.resumed(resume_at=4, ids=())
+    assert told(bench.say(Extend(1, 110)))[0].positions == 110
+    with pytest.raises(MessageError, match=r"from 110 to 111 positions changes how .* before the session is resumed"):
+        bench.say(Extend(1, 111))
+    assert list(bench.ledger.held.values()) == [110]
 
 
 def test_where_is_answered_with_true_figures() -> None:

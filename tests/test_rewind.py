@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -226,3 +227,33 @@ def test_without_an_event_loop_another_loop_goes_on_after_a_rewind(tiny: Tiny) -
     right = tiny.oracle.greedy([*prompt, first[0], *but], 39 - len(but))
     assert list(answer.result.token_ids) == [first[0], *but, *right]
     tiny.swarm.empty()
+
+
+# ---------------------------------------------------------------- positions scaled by the session's length
+
+ORIGINAL = 96  # positions: in a longer session all are encoded otherwise
+LONGROPE: dict[str, Any] = {
+    "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": ORIGINAL,
+    "short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.5, 2.0, 3.0, 4.0],
+}  # fmt: skip
+
+
+async def test_an_answer_that_outgrows_the_original_context_is_computed_anew(tiny: Tiny, tmp_path: Path) -> None:
+    """Its numbers are transformers' own for a text as long as what is reserved, from its first token on."""
+    shape = {"rope_parameters": LONGROPE, "original_max_position_embeddings": ORIGINAL, "tie_word_embeddings": False}
+    folder = write_model(tmp_path / "phi3", seed=6, eos=(3,), kind="phi3", shape=shape)
+    oracle, swarm = Oracle(folder), tiny.new_swarm()
+    prompt, more = oracle.raw_ids("The quick brown fox"), oracle.raw_ids("more")[1:]
+    swarm.start_all(folder, {"a": "0:2", "b": "2:6"})
+    async with tiny.client(swarm) as client:
+        answer = client.stream("The quick brown fox", raw=True, max_tokens=90 - len(prompt), temperature=0)
+        first = await read(answer, 20)
+        await answer.rewind(10, "more", max_tokens=140)
+        done = await rest(answer)
+    ids = [*prompt, *done.token_ids]
+    assert list(done.token_ids[: 10 + len(more)]) == first[:10] + more
+    reserved = len(prompt) + 140
+    assert oracle.follows([*prompt, *first] + [5] * (90 - len(prompt) - len(first)), len(prompt), len(prompt) + 20)
+    assert oracle.follows(ids + [5] * (reserved - len(ids)), len(prompt) + 10 + len(more), len(ids))
+    await swarm.emptied()
+    swarm.close()

@@ -158,11 +158,13 @@ class Oracle:
             )
         return list(out[0, len(prompt_ids) :].tolist())
 
-    def follows(self, ids: Sequence[int], start: int) -> bool:
-        """Whether each id from position `start` on is what greedy decoding makes of those before it, or a tie."""
+    def follows(self, ids: Sequence[int], start: int, stop: int | None = None) -> bool:
+        """Whether each id from position `start` on (up to `stop`, what lies behind it only makes the text longer) is
+        what greedy decoding makes of those before it, or a tie."""
+        stop = len(ids) if stop is None else stop
         with torch.inference_mode():
-            logits = self.model(torch.tensor([list(ids)]), use_cache=False).logits[0, start - 1 : -1]
-        chosen = logits.gather(1, torch.tensor(ids[start:])[:, None])[:, 0]
+            logits = self.model(torch.tensor([list(ids)]), use_cache=False).logits[0, start - 1 : stop - 1]
+        chosen = logits.gather(1, torch.tensor(ids[start:stop])[:, None])[:, 0]
         return bool((chosen >= logits.max(-1).values - 1e-4).all())
 
     def text(self, ids: Sequence[int]) -> str:

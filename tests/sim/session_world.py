@@ -388,6 +388,9 @@ class ToyLedger:
     def free(self, key: SessionKey) -> None:
         del self.held[key]
 
+    def keeps(self, held: int, positions: int) -> bool:
+        return True
+
     def rewinds(self, span: Span) -> Rewinds:
         layers = tuple(LayerKV(1, 1, 1, self.world.windows.get(layer)) for layer in span)
         return Rewinds.over(layers, self.world.reach)
