@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from swarm.errors import BrokenModel
+
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PretrainedConfig
@@ -22,6 +24,11 @@ if TYPE_CHECKING:
 
 Progress = Callable[[str, int, int], None]
 """Called with (what is being done, bytes done, bytes in all); all is 0 while it is not known."""
+
+
+def broken(file: str, why: str, remedy: str = "fetch or copy that file again") -> BrokenModel:
+    """The error for a file of weights that can't be used."""
+    return BrokenModel(f"{file} can't be used: {why}; {remedy}")
 
 
 def no_progress(what: str, done: int, total: int) -> None:

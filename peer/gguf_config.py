@@ -16,7 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from peer.gguf_header import GgufArray, Value, broken
+from peer.checkpoint import broken
+from peer.gguf_header import GgufArray, Value
 from swarm.errors import UnsupportedModel
 
 if TYPE_CHECKING:

@@ -15,9 +15,11 @@ import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
+from io import FileIO
 from math import prod
 from pathlib import Path
 
+from peer.checkpoint import broken
 from swarm.errors import BrokenModel
 
 MAGIC = b"GGUF"
@@ -88,13 +90,17 @@ def read_gguf_header(source: Path | bytes, file: str, size: int | None = None) -
     if isinstance(source, bytes):
         return _parse(memoryview(source), file, len(source) if size is None else size)
     with source.open("rb", buffering=0) as stream:
-        length = stream.seek(0, 2)
+        return read_open_gguf(stream, file)
 
-        def read(start: int, stop: int) -> bytes:
-            stream.seek(start)
-            return stream.read(stop - start)
 
-        return read_beginning(read, file, length)[1]
+def read_open_gguf(stream: FileIO, file: str) -> GgufHeader:
+    """The same of an open file."""
+
+    def read(start: int, stop: int) -> bytes:
+        stream.seek(start)
+        return stream.read(stop - start)
+
+    return read_beginning(read, file, stream.seek(0, 2))[1]
 
 
 def read_beginning(read: Callable[[int, int], bytes], file: str, size: int) -> tuple[bytes, GgufHeader]:
@@ -111,10 +117,6 @@ def read_beginning(read: Callable[[int, int], bytes], file: str, size: int) -> t
             if len(beginning) < length or length >= min(size, MAX_HEADER_BYTES):  # it was cut meanwhile
                 raise broken(file, "it ends within its header") from None
             length = min(4 * length, MAX_HEADER_BYTES, size)
-
-
-def broken(file: str, why: str, remedy: str = "fetch or copy that file again") -> BrokenModel:
-    return BrokenModel(f"{file} can't be used: {why}; {remedy}")
 
 
 def _parse(data: memoryview, file: str, size: int) -> GgufHeader:

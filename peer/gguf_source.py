@@ -12,10 +12,10 @@ from pathlib import Path
 from struct import unpack
 from typing import TYPE_CHECKING
 
-from peer.checkpoint import Progress, TensorSpec
+from peer.checkpoint import Progress, TensorSpec, broken
 from peer.gguf_choice import plain
 from peer.gguf_config import Facts, load_gguf_config
-from peer.gguf_header import GgufHeader, broken, read_beginning
+from peer.gguf_header import GgufHeader, read_beginning
 from peer.gguf_tokenizer import converted, make_gguf_bundle
 from peer.layout import ModelFiles
 from swarm.canonical import FileHash

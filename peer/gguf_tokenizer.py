@@ -25,10 +25,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from peer.checkpoint import Progress
+from peer.checkpoint import Progress, broken
 from peer.child import report, run_child, work_as_child
 from peer.gguf_config import Facts
-from peer.gguf_header import MAGIC, GgufArray, GgufHeader, broken, read_gguf_header
+from peer.gguf_header import MAGIC, GgufArray, GgufHeader, read_gguf_header
 from peer.layout import GENERATION
 from peer.tokenizer_bundle import model_facts
 from swarm.errors import UnsupportedModel

@@ -7,14 +7,14 @@ which the file has its numbers (`Place`): they are written straight there, a pie
 permuted afterwards. The one: norms that llama.cpp stores with 1 added.
 
 Invariant: besides the memory that is filled, a few pieces of PIECE numbers are held, however large a tensor
-is. Files are read, not mapped, for the reasons that `peer.safetensors_weights` gives.
+is.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from io import FileIO
@@ -25,10 +25,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from peer.checkpoint import Checkpoint, Part, TensorSpec
+from peer.checkpoint import Checkpoint, Part, TensorSpec, broken
 from peer.gguf_config import ARCHITECTURES
-from peer.gguf_header import GgufTensor, broken, read_gguf_header
+from peer.gguf_header import read_open_gguf
 from peer.outline import Outline
+from peer.weight_files import Location, StoredTensor, WeightFiles
 from swarm.errors import BrokenModel, UnsupportedModel
 
 if TYPE_CHECKING:
@@ -291,30 +292,22 @@ def _misshapen(stored: str, spec: TensorSpec, name: str, shape: tuple[int, ...])
 # ---------------------------------------------------------------- reading
 
 
-class GgufFiles:
-    """The checkpoint's files, each opened and its header checked when first needed, closed at the end."""
+class GgufFiles(WeightFiles):
+    """Open *.gguf."""
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self.checkpoint = checkpoint
-        self._stack, self._open = ExitStack(), dict[str, _WeightFile]()
-
-    def __enter__(self) -> GgufFiles:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stack.close()
-        self._open.clear()
+    @staticmethod
+    def locate(handle: FileIO, file: str) -> dict[str, Location]:
+        tensors = read_open_gguf(handle, file).tensors
+        return {name: Location(there.kind, there.shape, there.offset) for name, there in tensors.items()}
 
     def fill(self, final: Tensor, part: Part) -> None:
         """As `OpenWeights` says."""
         assert isinstance(part, GgufPart)
         spec = self.checkpoint.tensors[part.name]
-        if spec.file not in self._open:
-            self._open[spec.file] = self._stack.enter_context(_WeightFile(self.checkpoint, spec.file))
-        stored = self._open[spec.file].tensor(part.name, spec)
+        stored = self.stored(part.name, spec)
         at = 0 if part.rows is None else part.rows[0] * prod(spec.shape[1:])
         for goal in _pieces(part.place(final)):
-            values = stored.read(at, goal.numel())
+            values = _numbers(stored, at, goal.numel())
             if part.plus:
                 values = values + np.float32(part.plus)
             goal.copy_(torch.from_numpy(values).view(goal.shape))
@@ -333,70 +326,18 @@ def _pieces(goal: Tensor) -> Iterator[Tensor]:
         yield from goal.split(max(1, PIECE // each))
 
 
-class _WeightFile:
-    """One open file. Raises BrokenModel where it isn't what it was when the model was described."""
+def _numbers(stored: StoredTensor, first: int, count: int) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """[count] numbers from the first-th on, in the file's order; both are bounds of blocks."""
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+    from gguf.quants import dequantize
 
-    def __init__(self, checkpoint: Checkpoint, file: str) -> None:
-        self.file, path = file, checkpoint.path(file)
-        try:
-            self._tensors = read_gguf_header(path, file).tensors
-            self._handle = FileIO(path)
-        except OSError as error:
-            raise broken(file, f"it can't be read ({error.strerror or error})") from error
-
-    def __enter__(self) -> _WeightFile:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._handle.close()
-
-    def tensor(self, name: str, described: TensorSpec) -> Stored:
-        there = self._tensors.get(name)
-        if there is None or (there.kind, there.shape) != (described.dtype, described.shape):
-            found = f"{there.kind} {list(there.shape)}" if there else "not in it"
-            raise BrokenModel(
-                f"{self.file} was changed while it was in use: tensor {name} was {described.dtype} "
-                f"{list(described.shape)} and is {found} now; start the peer again"
-            )
-        return Stored(self._handle, self.file, name, there)
-
-
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """One stored tensor, ready to be read in pieces."""
-
-    handle: FileIO
-    file: str
-    name: str
-    tensor: GgufTensor
-
-    def read(self, first: int, count: int) -> np.ndarray[Any, np.dtype[np.float32]]:
-        """[count] numbers from the first-th on, in the file's order; both are bounds of blocks."""
-        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
-        from gguf.quants import dequantize
-
-        kind = GGMLQuantizationType[self.tensor.kind]
-        block, block_bytes = GGML_QUANT_SIZES[kind]
-        assert first % block == count % block == 0, "checked when the model was described"
-        raw = np.empty(count // block * block_bytes, np.uint8)
-        self._read_into(memoryview(raw), self.tensor.offset + first // block * block_bytes)
-        # as a single row: blocks know nothing of rows, and the package takes few rows at a time
-        return np.asarray(dequantize(raw[None], kind), np.float32).reshape(-1)
-
-    def _read_into(self, piece: memoryview, start: int) -> None:
-        try:
-            self.handle.seek(start)
-            done = 0
-            while done < len(piece):
-                count = self.handle.readinto(piece[done:])
-                if not count:
-                    raise self._unreadable(f"it ends {len(piece) - done:,} bytes too early")
-                done += count
-        except OSError as error:
-            raise self._unreadable(error.strerror or str(error)) from error
-
-    def _unreadable(self, why: str) -> BrokenModel:
-        return broken(self.file, f"its tensor {self.name} can't be read ({why}): the file is cut or damaged")
+    kind = GGMLQuantizationType[stored.at.kind]
+    block, block_bytes = GGML_QUANT_SIZES[kind]
+    assert first % block == count % block == 0, "checked when the model was described"
+    raw = np.empty(count // block * block_bytes, np.uint8)
+    stored.read_into(memoryview(raw), first // block * block_bytes)
+    # as a single row: blocks know nothing of rows, and the package takes few rows at a time
+    return np.asarray(dequantize(raw[None], kind), np.float32).reshape(-1)
 
 
 @cache

@@ -22,12 +22,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from peer.checkpoint import Progress, TensorSpec
+from peer.checkpoint import Progress, TensorSpec, broken
 from peer.directory import DirectoryFiles, read_piece
 from peer.fingerprint import FileHashes
 from peer.layout import ModelFiles
 from peer.resumable import download, fetch_piece
-from peer.safetensors_header import broken, merged, parse
+from peer.safetensors_header import merged, parse
 from swarm.errors import BrokenModel, CapacityError, GatedModel, ModelError, ModelNotFound
 from swarm.state import atomic_write
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from peer.checkpoint import TensorSpec
+from peer.checkpoint import TensorSpec, broken
 from swarm.errors import BrokenModel
 
 # Far above what is shared (19,000 tensors of a mixture of experts in one file: 2.5 MB), far below the 100 MB that
@@ -232,7 +232,3 @@ def _tensor(name: str, entry: object, file: str) -> tuple[TensorSpec, tuple[int,
 
 def _is_size(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_SIZE
-
-
-def broken(file: str, why: str) -> BrokenModel:
-    return BrokenModel(f"{file} can't be used: {why}; fetch or copy that file again")

@@ -5,14 +5,12 @@ of renamings and merges say how, and are applied name by name (`SafetensorsForma
 expert's matrix goes straight to its slice of the merged one.
 
 Invariant: besides the memory that is filled, a few pieces of PIECE_BYTES are held, however large a tensor,
-a file or the checkpoint is. Files are read, not mapped: pages of a mapping count as ours until the kernel
-takes them back, and a mapped file that somebody cuts ends the process (SIGBUS) where a short read is an error.
+a file or the checkpoint is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from io import FileIO
 from math import prod
@@ -24,7 +22,8 @@ from peer.checkpoint import Checkpoint, Part, Quantised, TensorSpec
 from peer.dequantise import GROUP, Rows, exponents, fill_fp8, fill_mxfp4
 from peer.outline import Outline
 from peer.quantisation import MXFP4, NUMBERS_PER_BYTE, scale_block
-from peer.safetensors_header import Header, broken, parse_header
+from peer.safetensors_header import parse_header
+from peer.weight_files import Location, StoredTensor, WeightFiles
 from swarm.errors import BrokenModel, UnsupportedModel
 
 # what is read at once where it is converted: large enough to keep calls cheap, small beside any span
@@ -160,19 +159,15 @@ def _check_scales(name: str, spec: TensorSpec, quantised: Quantised) -> None:
 # ---------------------------------------------------------------- reading
 
 
-class SafetensorsFiles:
-    """The checkpoint's files, each opened and its header checked when first needed, closed at the end."""
+class SafetensorsFiles(WeightFiles):
+    """Open *.safetensors."""
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self.checkpoint = checkpoint
-        self._stack, self._open = ExitStack(), dict[str, _WeightFile]()
-
-    def __enter__(self) -> SafetensorsFiles:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stack.close()
-        self._open.clear()
+    @staticmethod
+    def locate(handle: FileIO, file: str) -> dict[str, Location]:
+        header = parse_header(handle, file)
+        return {
+            name: Location(spec.dtype, spec.shape, header.starts[name]) for name, spec in header.tensors.items()
+        }
 
     def fill(self, final: Tensor, part: Part) -> None:
         """As `OpenWeights` says."""
@@ -200,56 +195,18 @@ class SafetensorsFiles:
                 fill_fp8(matrix, numbers.rows(index * rows, columns), scale, scale_block(name, spec))
 
     def _stored(self, name: str, spec: TensorSpec) -> Stored:
-        if spec.file not in self._open:
-            opened = _WeightFile(self.checkpoint, spec.file)
-            self._open[spec.file] = self._stack.enter_context(opened)
-        return self._open[spec.file].tensor(name, spec)
-
-
-class _WeightFile:
-    """One open file. Raises BrokenModel where it isn't what it was when the model was described."""
-
-    def __init__(self, checkpoint: Checkpoint, file: str) -> None:
-        self.file, path = file, checkpoint.path(file)
-        try:
-            self._handle = FileIO(path)
-            try:
-                self._header: Header = parse_header(self._handle, file)
-            except BaseException:
-                self._handle.close()
-                raise
-        except OSError as error:
-            raise broken(file, f"it can't be read ({error.strerror or error})") from error
-
-    def __enter__(self) -> _WeightFile:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._handle.close()
-
-    def tensor(self, name: str, described: TensorSpec) -> Stored:
-        there = self._header.tensors.get(name)
-        if there is None or (there.dtype, there.shape) != (described.dtype, described.shape):
-            found = f"{there.dtype} {list(there.shape)}" if there else "not in it"
-            raise BrokenModel(
-                f"{self.file} was changed while it was in use: tensor {name} was {described.dtype} "
-                f"{list(described.shape)} and is {found} now; start the peer again"
-            )
-        return Stored(self._handle, self._header.starts[name], name, there)
+        return Stored(self.stored(name, spec))
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """One stored tensor, ready to be read in pieces."""
+    """One stored tensor as numbers."""
 
-    handle: FileIO
-    start: int  # its first byte in the file
-    name: str
-    spec: TensorSpec
+    raw: StoredTensor
 
     def copy_to(self, goal: Tensor) -> None:
         """All of it into the contiguous `goal`, which has its shape, as `goal`'s dtype. Raises BrokenModel."""
-        dtype, flat = LOADABLE[self.spec.dtype], goal.view(-1)
+        dtype, flat = LOADABLE[self.raw.at.kind], goal.view(-1)
         if flat.dtype == dtype and flat.device.type == "cpu":
             self._read_into(flat, 0)
             return
@@ -271,37 +228,21 @@ class Stored:
 
     def scales(self, index: int, count: int) -> Tensor:
         """Part `index` of `count` equal ones, as float32; all of it if there is but one scale. Raises BrokenModel."""
-        each = prod(self.spec.shape) // count
+        each = prod(self.raw.at.shape) // count
         first, each = (index * each, each) if each else (0, 1)
-        if self.spec.dtype in EXPONENTS:
+        if self.raw.at.kind in EXPONENTS:
             values = exponents(self.read(first, first + each, torch.uint8))
         else:
-            values = self.read(first, first + each, LOADABLE[self.spec.dtype]).float()
+            values = self.read(first, first + each, LOADABLE[self.raw.at.kind]).float()
         if not torch.isfinite(values).all():
             raise BrokenModel(
-                f"tensor {self.name} in {self.spec.file} holds a scale that isn't a finite number; the file is "
+                f"tensor {self.raw.name} in {self.raw.file} holds a scale that isn't a finite number; the file is "
                 "damaged, download it again"
             )
         return values
 
     def _read_into(self, piece: Tensor, skip: int) -> None:
-        view = memoryview(piece.view(torch.uint8).numpy())
-        try:
-            self.handle.seek(self.start + skip)
-            done = 0
-            while done < len(view):
-                count = self.handle.readinto(view[done:])
-                if not count:
-                    raise self._unreadable(f"it ends {len(view) - done:,} bytes too early")
-                done += count
-        except OSError as error:
-            raise self._unreadable(error.strerror or str(error)) from error
-
-    def _unreadable(self, why: str) -> BrokenModel:
-        return BrokenModel(
-            f"tensor {self.name} can't be read from {self.spec.file} ({why}); the file is cut or damaged, "
-            "download it again"
-        )
+        self.raw.read_into(memoryview(piece.view(torch.uint8).numpy()), skip)
 
 
 def pieces(count: int, most: int) -> Iterator[tuple[int, int]]:

@@ -327,7 +327,7 @@ def test_a_file_that_is_cut_while_it_is_read_is_named_with_the_tensor(llama: Mod
         with path.open("r+b") as stream:
             stream.truncate(path.stat().st_size // 2)
         with pytest.raises(
-            BrokenModel, match=r"blk\.2\.ffn_down\.weight can't be read \(it ends .* too early"
+            BrokenModel, match=r"blk\.2\.ffn_down\.weight can't be read from tiny\.gguf \(it ends .* too early"
         ):
             files.fill(final, part)
 
