@@ -25,7 +25,9 @@ all greedy ids are equal.
 **Any other family** of transformers is tried when a peer is asked to serve it, before its weights are downloaded: a
 small random model of the same shape, cut and packed against uncut, in about a second. It is served if the numbers are
 equal, and refused with the difference if they aren't. With a transformers newer than {NEWEST} the families below are
-tried so too.
+tried so too. Seen to be refused: `sarvam_moe`, whose checkpoints have queries, keys and values in one tensor that would
+have to be split as it is loaded; and with transformers 5.17 `doge`, whose attention chooses keys among those of tokens
+that are still to come there (with 5.24 it is served).
 
 ## Tested
 
