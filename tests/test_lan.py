@@ -16,7 +16,7 @@ from swarm.errors import Unreachable
 from swarm.identity import Identity, PeerId
 from swarm.lan import SERVICE, Announced, Found, Lan, lan_wanted
 from swarm.node import Node
-from swarm.permits import anywhere
+from swarm.permits import anywhere, on_the_lan
 from swarm.state import StateDir
 from swarm.transport import Transport
 from tests.sim.records import descriptor, serving
@@ -177,6 +177,17 @@ async def test_peers_and_a_client_without_an_address_make_one_swarm(nodes: list[
     asking = await client(nodes)
     for node in (ada, bob, asking):
         await until_listed(node, {"ada", "bob"})
+
+
+async def test_what_is_announced_leads_to_nothing_of_this_machine(
+    nodes: list[Node], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("swarm.joining.on_the_lan", on_the_lan)
+    monkeypatch.setattr("swarm.joining.LAN_PATIENCE_S", 0.6)
+    liar = await peer(nodes, "liar")
+    with caplog.at_level(logging.INFO, "swarm.node"), pytest.raises(Unreachable, match="this local network"):
+        await client(nodes)
+    assert "isn't this swarm's" in caplog.text and not liar.transport.links
 
 
 async def test_an_announced_identity_must_be_proved(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import errno
 import logging
 import re
 import socket
@@ -398,6 +399,38 @@ async def test_a_name_is_looked_up_again_at_each_try(swarm: Swarm, monkeypatch: 
         assert names(second) == {"b"}
         there = True
         await agree([first, second], {"a", "b"})
+
+
+async def test_an_address_that_may_not_be_dialled_is_not_remembered_for_the_next_start(
+    swarm: Swarm,
+) -> None:
+    """Then it would be dialled without asking whose word it was."""
+    first = await swarm.peer("a")
+    evil = await swarm.peer("evil", [address(first)], addresses=("10.1.2.3:22",))
+    honest = await swarm.peer("b", [address(first)])
+    await until(first, lambda: {"a", "b", "evil"} == names(first))
+    first._permits.saw(evil.transport.identity.peer_id, "8.8.8.8")  # on this machine, it would be believed
+    remembered = first._worth_remembering()
+    assert address(honest) in remembered and "10.1.2.3:22" not in remembered
+
+
+async def test_a_disk_that_takes_nothing_ends_nobodys_gossip(
+    swarm: Swarm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Full, or descriptors ran out: the next numbers can't be reserved when the old ones are used up."""
+    with StateDir.open(tmp_path).lock_peer() as peer_dir:
+        first = await swarm.peer("a", peer_dir=peer_dir)
+
+        def full(*_: object) -> int:
+            raise OSError(errno.EMFILE, "Too many open files")
+
+        monkeypatch.setattr(PeerDir, "reserve_seq", full)
+        first._seq_end = 0
+        first.heartbeat(serving())
+        second = await swarm.peer("b", [address(first)])
+        await agree([first, second], {"a", "b"})
+        assert "can't write down how far this peer has counted" in caplog.text
+        await swarm.shut(first)
 
 
 # ---------------------------------------------------------------- models
