@@ -346,6 +346,21 @@ def test_whatever_a_converter_made_a_text_begins_as_it_should(begins: bool, befo
     assert tokenizer.encode("ab").ids == ([0] if begins else []) + [1, 2]
 
 
+@pytest.mark.parametrize("said", [True, False])
+def test_what_a_converter_made_of_the_beginning_is_set_right_in_what_is_kept(
+    said: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def mistaken(tokenizer: Tokenizer, *_: object) -> None:
+        token = tokenizer.id_to_token(1)
+        tokenizer.post_processor = TemplateProcessing(
+            single="$A" if said else f"{token} $A", pair="$A $B:1", special_tokens=[(token, 1)]
+        )
+
+    monkeypatch.setattr(gguf_tokenizer, "_add_own_tokens", mistaken)  # the last that is done before
+    source = resolve(tmp_path, "llama", lambda writer: (write_vocabulary(writer), writer.add_add_bos_token(said))[0])
+    assert (ours(source).encode("the cat").ids[0] == 1) is said
+
+
 def test_no_vocabulary_is_said(tmp_path: Path) -> None:
     with pytest.raises(
         BrokenModel, match=r"tiny\.gguf can't be used: its metadata has no tokenizer; use a file"
