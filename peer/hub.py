@@ -336,6 +336,10 @@ def hub_errors(repo: str, revision: str | None) -> Iterator[None]:
     gated = GatedModel(
         f"{repo} is gated: accept its licence at {page}, then set HF_TOKEN to a token of that account"
     )
+    absent = ModelNotFound(
+        f"no model {repo} on the hub ({constants.ENDPOINT}), and no such directory here; "
+        "check the spelling, or set HF_TOKEN if it is private"
+    )
     try:
         yield
     except ModelError:
@@ -347,16 +351,15 @@ def hub_errors(repo: str, revision: str | None) -> Iterator[None]:
             f"{repo} has no revision {revision!r}; see {page}/tree/main for those it has"
         ) from None
     except errors.RepositoryNotFoundError:
-        raise ModelNotFound(
-            f"no model {repo} on the hub ({constants.ENDPOINT}), and no such directory here; "
-            "check the spelling, or set HF_TOKEN if it is private"
-        ) from None
+        raise absent from None
     except errors.HFValidationError as error:
         raise ModelNotFound(f"{repo} is no name of a model on the hub: {error}") from None
     except errors.HfHubHTTPError as error:
         status = error.response.status_code
         if status in (401, 403):
             raise gated from None
+        if status == 404 and not isinstance(error, errors.EntryNotFoundError):  # a mirror may not say what it lacks
+            raise absent from None
         raise ModelError(f"the hub answered {status} for {repo}; try again later") from error
     except (errors.HTTPError, errors.LocalEntryNotFoundError, OSError) as error:  # type: ignore[attr-defined]
         if getattr(error, "errno", None) in DISK_ERRORS:

@@ -274,6 +274,28 @@ def test_a_hub_in_trouble_is_no_fault_of_the_model(world: World) -> None:
     assert "the hub answered 500 for org/tiny" in refusal(world, ModelError)
 
 
+def test_the_hub_is_asked_for_the_model_alone_and_told_nothing_of_this_machine(world: World, tmp_path: Path) -> None:
+    """huggingface_hub asks it for a list of programs, and says which of them runs and which torch is here."""
+    world.publish()
+    script = (
+        "import sys; from pathlib import Path; from peer.source import resolve_model;"
+        "from huggingface_hub.utils import build_hf_headers;"
+        "resolve_model('org/tiny', cache=Path(sys.argv[1])); print(build_hf_headers()['user-agent'])"
+    )
+    own = {"HF_ENDPOINT": constants.ENDPOINT, "HF_HOME": str(tmp_path / "hf"), "AI_AGENT": "some-program"}
+    unset = ("HF_HUB_DISABLE_TELEMETRY", "HF_HUB_CACHE", "DISABLE_TELEMETRY", "DO_NOT_TRACK")
+    known = {name: value for name, value in environment(tmp_path / "home").items() if name not in unset}
+    command = [sys.executable, "-c", script, str(tmp_path / "cache")]
+    said = subprocess.run(command, cwd=ROOT, env={**known, **own}, capture_output=True, text=True, check=True).stdout
+    assert "torch/" not in said and "agent/" not in said
+    assert world.hub.requests and all("/org/tiny" in path for _, path, _ in world.hub.requests)
+
+
+def test_a_bare_404_is_no_trouble_that_passes(world: World) -> None:
+    world.hub.status = 404
+    assert "no model org/tiny on the hub" in refusal(world, ModelNotFound)
+
+
 def test_no_network_says_what_helps(world: World) -> None:
     world.monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     text = refusal(world, ModelError)
