@@ -42,6 +42,7 @@ LOSSY = Weather(delay_s=DELAY_S, ordered=False, loss=0.3)  # lost for good, wors
 TURN_S = 0.02  # a shell answers together what came within that; delays are rounded up to it
 LINKS = 12  # neighbours of a peer, on average: circle.py keeps 8 and lets old ones go above 12
 ENVELOPE_BYTES = 76  # per message: record and frame 24, TCP and IP 52
+MOST_HEAL_S = 120.0  # that a partition's end is waited for
 LOOK_S = 0.05  # between looks at who knows
 CHURN_S = 0.06  # between two replacements: six seconds for a swarm of a hundred, faster than any lease
 TOMBSTONES_S = 30.0  # a twentieth of what tombstones last, so that one needn't wait for ten minutes
@@ -76,9 +77,9 @@ class Swarm:
         """Everybody knows everybody, and gossips."""
         interval_s = heartbeat_interval_s(len(self.names))
         with mock.patch.object(owner, "_INTERVALS", ((0, interval_s),)):
-            for n, name in enumerate(self.names):  # a heartbeat of each, the oldest nearly due
+            for name in self.names:  # a heartbeat of each, the oldest nearly due
                 self.world.run(interval_s / len(self.names))
-                self.world.add(name).publish(name=f"peer{n}")
+                self.world.add(name).publish()
         first, *others = (self.world[name] for name in self.names)
         for other in others:
             held = next(other.table.held())
@@ -134,7 +135,7 @@ class Swarm:
         tables = (self.world[name].table for name in self.names)
         return sum(held is not None and held.head.state == "draining" for held in (one.get(peer) for one in tables))
 
-    def heal(self, most_s: float = 120.0) -> float:
+    def heal(self) -> float:
         """Seconds after a partition until all list all again. Both sides have forgotten the other one before."""
         half = len(self.names) // 2
         self.world.cut_off(self.names[:half], self.names[half:])
@@ -143,8 +144,11 @@ class Swarm:
         assert all(len(self.world.listed(name)) <= len(self.names) - half for name in self.names)
         self.world.heal()
         began = self.world.now
-        whole = lambda: all(len(self.world.listed(name)) == len(self.names) for name in self.names)  # noqa: E731
-        return self.world.now - began if self.world.run(most_s, until=whole) else most_s
+        return self.world.now - began if self.world.run(MOST_HEAL_S, until=self._is_whole) else MOST_HEAL_S
+
+    def _is_whole(self) -> bool:
+        there = set(self.world.there)
+        return all(self.world.listed(name) == there for name in self.names)
 
     def churn(self, times: int) -> dict[str, float]:
         """Bytes that the first peer holds before, at the end of, and after a time in which all others were replaced
@@ -157,8 +161,9 @@ class Swarm:
                 self.world.run(CHURN_S)
             found["at_the_end"] = heap_bytes(self.world[self.names[0]])
             self.world.run(1.5 * TOMBSTONES_S)
+            if not self.world.run(MOST_HEAL_S, until=self._is_whole):
+                raise AssertionError(f"tables differ {MOST_HEAL_S:g} s after the churn")
             found["after"] = self._most_bytes()
-        assert all(len(self.world.listed(name)) == len(self.names) for name in self.names)
         return found
 
     def _replace(self, old: str, new: str) -> None:
@@ -169,8 +174,9 @@ class Swarm:
         else:
             self.world.crash(old, silently=True)
         there = self.world.add(new)
-        there.join(self.world.address(self.rng.choice(self.names)))
-        there.publish(name=new)
+        for other in self.rng.sample(self.names, 2):  # either may be gone before it has told anything
+            there.join(self.world.address(other))
+        there.publish()
         self.names.append(new)
 
     def _most_bytes(self) -> float:
