@@ -229,6 +229,14 @@ class Engine:
             self._wake.notify()
         if self._thread is not None:
             await asyncio.to_thread(self._thread.join)
+        stats = self.stats
+        if stats.turns_s:
+            log.info(
+                "the engine ran %d tokens in %d turns of %.1f ms, %.1f %% of it in the forward pass; "
+                "besides, it waited %.1f s for sessions that were due",
+                stats.tokens, stats.turns, 1000 * stats.turns_s / stats.turns, 100 * stats.forward_s / stats.turns_s,
+                stats.lingered_s,
+            )  # fmt: skip
 
     @property
     def stats(self) -> EngineStats:

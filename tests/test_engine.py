@@ -389,8 +389,11 @@ async def test_a_closed_session_s_memory_is_free_while_the_engine_has_nothing_to
     await engine.stop()
 
 
-async def test_the_forward_pass_is_told_apart_from_the_rest_of_a_turn(model: SpanModel) -> None:
-    """On a clock that moves only in the model and in what is drawn."""
+async def test_the_forward_pass_is_told_apart_from_the_rest_of_a_turn(
+    model: SpanModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On a clock that moves only in the model and while an id is drawn."""
+    draw = engine_module._draw
     now = 0.0
 
     class Timed(Faulty):
@@ -399,12 +402,20 @@ async def test_the_forward_pass_is_told_apart_from_the_rest_of_a_turn(model: Spa
             now += 2.0
             return SpanModel.forward(self, step)
 
+    def slow(row: Any, ask: SampleAt) -> Any:
+        nonlocal now
+        now += 0.5
+        return draw(row, ask)
+
+    monkeypatch.setattr(engine_module, "_draw", slow)
+    caplog.set_level("INFO")
     engine = Engine(Timed(model), clock=lambda: now)
     engine.start()
     await generate(engine, prompt(1, 4), 5)
     await engine.stop()
     stats = engine.stats
-    assert (stats.turns, stats.forward_s, stats.turns_s, stats.lingered_s) == (5, 10.0, 10.0, 0.0)
+    assert (stats.turns, stats.forward_s, stats.turns_s, stats.lingered_s) == (5, 10.0, 12.5, 0.0)
+    assert "8 tokens in 5 turns of 2500.0 ms, 80.0 % of it in the forward pass" in caplog.text
 
 
 async def test_a_model_whose_positions_depend_on_the_batch_runs_alone(model: SpanModel) -> None:
