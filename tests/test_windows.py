@@ -25,7 +25,7 @@ from peer.model import PackedStep, SpanModel, StepOutput
 from peer.outline import outline
 from peer.weights import load_span
 from routing.spans import Span
-from swarm.errors import CannotRewind
+from swarm.errors import CacheFull, CannotRewind
 from swarm.messages import Sampling
 from tests.tiny import COMMON, LAYERS, MemoryCheckpoint
 
@@ -241,6 +241,9 @@ async def test_windows_keep_what_a_rewind_needs_however_a_chunk_is_cut_into_piec
         ask = SampleAt(stop, Sampling(), ())
         result = await engine.submit(Job(cache, model.span, back.oldest, ids=ids[back.oldest : stop], sample=ask))
         assert result.token == expected[stop - 1]
+    with pytest.raises(CacheFull):  # told before its first piece has run
+        await engine.submit(Job(cache, model.span, stop, ids=[5] * (61 - stop)))
+    assert cache.length == stop
     await engine.stop()
 
 
