@@ -150,6 +150,11 @@ class Places:
         if peer not in self._groups:
             self._proved.pop(peer, None)
 
+    def compact(self) -> None:
+        """Let go of room that nobody needs any more."""
+        self._groups, self._members = dict(self._groups), dict(self._members)
+        self._unproved, self._proved = (dict(self._unproved[0]), dict(self._unproved[1])), dict(self._proved)
+
     def is_proved(self, peer: PeerId) -> bool:
         return peer in self._proved or peer == self._own
 

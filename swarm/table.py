@@ -531,9 +531,16 @@ class Table:
                 break
             del self._gone[peer]
             self.places.forget(peer)
-        if not self._gone:
-            self._gone = {}  # a dict that was large stays large
+            if not self._gone:
+                self._compact()
         self._recent.turn(now, LEASE_INTERVALS * heartbeat_interval_s(len(self._held)))
+
+    def _compact(self) -> None:
+        """After a time of coming and going: a dict or set that was large stays large."""
+        self._gone = {}
+        self._held, self._by_id, self._paces = dict(self._held), dict(self._by_id), dict(self._paces)
+        self._faded = set(self._faded)
+        self.places.compact()
 
 
 def _is_doubted(past: Held | Gone | None, identifier: bytes, now: float) -> bool:
