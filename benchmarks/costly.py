@@ -26,7 +26,7 @@ from swarm.messages import Ask, Delta, Digest, GossipHello, Message, Offer, Told
 from swarm.noise import Handshake, Preamble
 from swarm.records import open_record
 from swarm.registry import Kind, Registry, in_parts
-from swarm.tensors import RawTensor, ids_tensor, read_ids
+from swarm.tensors import RawTensor, check_ids, ids_tensor, read_ids
 from swarm.wire import LAST
 from tests.fuzz import samples, targets
 from tests.wire_pair import Pair, connected
@@ -209,30 +209,31 @@ def _decoded_step(data: bytearray) -> object:
 
 
 def sessions() -> Cases:
-    """A hop's own reading of what a stream takes at most: 1 MiB of ids."""
-    ids = ids_tensor(range_ids(260_000))
-    yield "a resume of 260,000 ids", lambda: partial(_resumed, ids)
-    yield "tokens of 260,000 ids", lambda: partial(_read_tokens, ids)
-
-
-def range_ids(count: int) -> list[int]:
-    return [number % 49_152 for number in range(count)]
+    """What a hop reads of a prompt as long as a large context, and a client of the longest `Tokens`."""
+    ids = ids_tensor([number % 49_152 for number in range(131_072)])
+    yield "a resume of 131,072 ids", lambda: partial(_resumed, ids)
+    yield "the longest tokens with 20 likelihoods each", lambda: partial(_read_tokens, _longest_tokens())
 
 
 def _resumed(ids: RawTensor) -> None:
-    from peer.server import check_ids
-
     message = messages.Resume(1, 0, 0, 0, ids=ids, limit=9)
     check_ids(ids, 49_152)
     read_ids(ids)
     message.complete_sampling()
 
 
-def _read_tokens(ids: RawTensor) -> None:
-    from peer.server import check_ids
+def _longest_tokens() -> bytes:
+    count, wide = messages.MAX_IDS_TOLD, messages.MAX_LOGPROBS
+    rows = [messages.Likelihoods(-1.0, tuple((number, -2.0) for number in range(wide)))] * count
+    tensors = messages.likelihood_tensors(rows)
+    return targets.packed(messages.Tokens(1, 0, ids=ids_tensor([1] * count), **tensors))
 
-    check_ids(ids, 49_152)
-    read_ids(ids)
+
+def _read_tokens(data: bytes) -> None:
+    message = _decoded(data)
+    assert isinstance(message, messages.Tokens) and message.ids is not None
+    read_ids(message.ids)
+    message.likelihoods()
 
 
 # ---------------------------------------------------------------- records and gossip
