@@ -11,7 +11,7 @@ PAGE = (ROOT / "docs" / "security.md").read_text(encoding="utf-8")
 NAMES = set(re.findall(r"`(test_\w+)`", PAGE))
 
 
-def tests_that_exist() -> set[str]:
+def names_of_tests() -> set[str]:
     trees = (ast.parse(path.read_text(encoding="utf-8")) for path in (ROOT / "tests").glob("test_*.py"))
     functions = (node for tree in trees for node in ast.walk(tree))
     return {node.name for node in functions if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
@@ -19,7 +19,7 @@ def tests_that_exist() -> set[str]:
 
 def test_every_test_that_the_page_names_exists() -> None:
     assert len(NAMES) > 60
-    assert sorted(NAMES - tests_that_exist()) == []
+    assert sorted(NAMES - names_of_tests()) == []
 
 
 def test_every_file_that_the_page_names_exists() -> None:
