@@ -149,3 +149,16 @@ def test_bytes_that_are_no_record_are_refused() -> None:
 def test_a_heartbeat_is_no_descriptor() -> None:
     with pytest.raises(MessageError, match="expected a descriptor"):
         open_descriptor(told().head)
+
+
+def test_a_record_that_is_too_large_is_refused_by_whoever_reads_it() -> None:
+    """Signed all the same, with what a later release may have put in."""
+    values = msgpack.unpackb(sign_record(ALICE, a_heartbeat(b"x", 1))[SIGNATURE_BYTES:])
+    for size, good in ((20, True), (200, False)):
+        payload = msgpack.packb(values | {"later": bytes(size)})
+        signed = ALICE.sign(b"record", payload) + payload
+        if good:
+            assert open_record(signed)
+        else:
+            with pytest.raises(MessageError, match="above the limit of 256"):
+                open_record(signed)
