@@ -30,7 +30,8 @@ from swarm.noise import Handshake
 
 KINDS = {"garbage": 0.4, "impostor": 0.4, "silent": 0.1, "trickle": 0.1}
 MOST_AT_ONCE = 600  # several times what a peer's kernel keeps waiting for it
-PATIENCE_S = 15.0  # a peer cuts everybody within 5 s; a connection that the kernel drops is tried again in 1, 3, 7 s
+PATIENCE_S = 15.0  # a peer cuts everybody within 5 s
+AGAIN_S = 0.2  # a connection that the peer's kernel had no room for is tried again, sooner than TCP itself would
 
 
 class Impostor:
@@ -66,20 +67,36 @@ class Strangers:
 
     async def _one(self, kind: str) -> str:
         """What became of one connection."""
-        loop, sock = asyncio.get_running_loop(), socket.socket()
-        sock.setblocking(False)
+        loop = asyncio.get_running_loop()
+        sock: socket.socket | None = None
         try:
             async with asyncio.timeout(PATIENCE_S):
-                sock.bind((self._address(), 0))
-                await loop.sock_connect(sock, ("127.0.0.1", self._port))
+                while sock is None:
+                    sock = await self._connected(loop)
                 return f"{kind}: {await getattr(self, '_' + kind)(loop, sock)}"
         except TimeoutError:
             return f"{kind}: given up after {PATIENCE_S:g} s"
         except OSError as error:
             return f"{kind}: {type(error).__name__}"
         finally:
-            sock.close()
+            if sock is not None:
+                sock.close()
             self._at_once.release()
+
+    async def _connected(self, loop: asyncio.AbstractEventLoop) -> socket.socket | None:
+        """None: there was no room in time."""
+        sock = socket.socket()
+        sock.setblocking(False)
+        try:
+            sock.bind((self._address(), 0))
+            await asyncio.wait_for(loop.sock_connect(sock, ("127.0.0.1", self._port)), AGAIN_S)
+        except TimeoutError:
+            sock.close()
+            return None
+        except BaseException:
+            sock.close()
+            raise
+        return sock
 
     async def _garbage(self, loop: asyncio.AbstractEventLoop, sock: socket.socket) -> str:
         await loop.sock_sendall(sock, self._rng.randbytes(64))

@@ -6,8 +6,9 @@ so that a caller who just leaves the loop lets it be collected, which cancels an
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from routing.spans import Hop
 from swarm.driver import SessionDriver
@@ -190,6 +191,8 @@ class Generation:
             self._progress = _Progress(opening, await opening.driver(opening.prompt, opening.limit))
             self._progress.driver.start()
         while True:
+            if self._progress.driver.arrived:  # a stranger's text may take milliseconds for each id
+                await asyncio.sleep(0)
             piece = self._progress.take()
             if piece is not None:
                 break
@@ -290,10 +293,8 @@ class _Progress:
         """The next piece if there is one now. Raises when the generation failed."""
         while self.driver.repairs:
             self._note_repair(self.driver.repairs.popleft())
-        while self.driver.arrived:
-            piece = self._grow(self.driver.arrived.popleft())
-            if piece is not None:
-                return piece
+        if self.driver.arrived:
+            return self._grow(self._next_id())
         if self.driver.crash is not None:
             raise self.driver.crash
         if self.driver.error is not None:
@@ -301,6 +302,21 @@ class _Progress:
         if self.driver.ended:
             raise GenerationFailed("the generation was cancelled", "".join(self._texts), self._ids)
         return None
+
+    def _next_id(self) -> Grew:
+        """One id alone, so that the loop has its turn before the next."""
+        grew = self.driver.arrived.popleft()
+        if len(grew.ids) <= 1:
+            return grew
+        rest = replace(
+            grew,
+            ids=grew.ids[1:],
+            first_position=grew.first_position + 1,
+            spent=NOTHING_SPENT,
+            likelihoods=grew.likelihoods[1:],
+        )
+        self.driver.arrived.appendleft(rest)
+        return replace(grew, ids=grew.ids[:1], finish=None, likelihoods=grew.likelihoods[:1])
 
     def _grow(self, grew: Grew) -> Piece | None:
         now = self.driver.now

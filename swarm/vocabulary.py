@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 from array import array
 from collections.abc import Iterator, Sequence
+from math import prod
 from typing import Any
 
 from tokenizers import Tokenizer, models
@@ -23,9 +24,10 @@ from tokenizers import Tokenizer, models
 from swarm.errors import MessageError
 
 MAX_VOCABULARY = 1 << 22  # the largest known has 2**18 entries
-MAX_TOKEN_CHARACTERS = 4096  # real ones end at some hundred spaces; an answer has thousands of tokens
+MAX_TOKEN_CHARACTERS = 1024  # real ones end at some hundred spaces; an answer has thousands of tokens
 MAX_SPELLINGS_BYTES = 64 << 20  # as a whole tokenizer.json
-MAX_DECODER_STEPS = 16  # real ones have up to 5
+MAX_DECODER_STEPS = 8  # real ones have up to 5; each looks at every character
+MAX_DECODER_GROWTH = 8.0  # of a text by replacements; real ones keep its length, or shorten it
 MAX_DECODER_TEXT = 64  # characters of a step's prefix, pattern, ...; real ones have up to 4
 DECODERS = ("BPEDecoder", "ByteFallback", "ByteLevel", "CTC", "Fuse", "Metaspace", "Replace", "Strip", "WordPiece")
 UNKNOWN, TEXT, SPECIAL = 0, 1, 2
@@ -67,6 +69,9 @@ class Vocabulary:
         steps = list(_steps(decoder))
         for step in steps:
             _check(step)
+        growth = prod(map(_growth, steps))
+        if growth > MAX_DECODER_GROWTH:
+            raise MessageError(f"the decoder that the peer sent may make a text {growth:.0f} times as long")
         self.steps = frozenset(step["type"] for step in steps)
         self.byte_level = isinstance(decoder, dict) and decoder["type"] == "ByteLevel"
         self._decoder = _made(decoder)
@@ -134,6 +139,14 @@ def _check(step: dict[str, Any]) -> None:
     for text in (pattern["String"], *(value for name, value in step.items() if name != "pattern")):
         if not isinstance(text, str | bool | int) or (isinstance(text, str) and len(text) > MAX_DECODER_TEXT):
             raise MessageError(f"the decoder that the peer sent has a {kind} with {str(text)[:60]!r} in it")
+
+
+def _growth(step: dict[str, Any]) -> float:
+    """How many times as long the step may make a text. An empty pattern is found between any two characters."""
+    if step["type"] != "Replace":
+        return 1.0
+    pattern, content = step["pattern"]["String"], str(step.get("content", ""))
+    return max(1.0, len(content) / len(pattern) if pattern else 1.0 + len(content))
 
 
 def _made(definition: object) -> Any:

@@ -12,8 +12,10 @@ import functools
 import gc
 import math
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,11 +26,11 @@ from peer.hop import HopConfig
 from peer.model import PackedStep, StepOutput
 from swarm import AsyncClient, Completion, Generation, Piece
 from swarm.addresses import parse_address
+from swarm.effects import Grew
 from swarm.errors import GenerationFailed, NoRoute, UsageError
+from swarm.generation import _Progress
 from swarm.identity import Identity
-from swarm.messages import (
-    Opened,
-)
+from swarm.messages import NOTHING_SPENT, Likelihoods, Opened, Spent
 from swarm.session import SessionConfig
 from swarm.transport import Transport
 from tests.stranger import open_message
@@ -654,3 +656,37 @@ async def test_the_room_of_vanished_clients_goes_to_whoever_needs_it(tiny: Tiny)
                     await reader.changed()
             assert (await reader.generate("Hello", max_tokens=4)).usage.completion_tokens == 4
         await peers.until(lambda: len(only.server.runs) == 3)  # one gave way, and the answer's own is closed
+
+
+def test_ids_that_came_together_are_shown_one_by_one() -> None:
+    """A hostile hop may have handed out the vocabulary too: each id may take milliseconds to be made text."""
+    said = tuple(Likelihoods(-float(number), ()) for number in range(3))
+    arrived = deque([Grew((7, 8, 9), 20, "stop", Spent(1.0, 0.5), said)])
+    progress: Any = SimpleNamespace(driver=SimpleNamespace(arrived=arrived))
+    shown = []
+    while arrived:
+        shown.append(_Progress._next_id(progress))
+    assert [(one.ids, one.first_position, one.finish) for one in shown] == [
+        ((7,), 20, None), ((8,), 21, None), ((9,), 22, "stop"),
+    ]  # fmt: skip
+    assert [one.likelihoods for one in shown] == [(one,) for one in said]
+    assert [one.spent for one in shown] == [Spent(1.0, 0.5), NOTHING_SPENT, NOTHING_SPENT]
+
+
+async def test_the_loop_has_its_turn_between_ids_that_came_together() -> None:
+    turns, arrived = 0, deque(range(50))
+
+    async def count() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    answer: Any = Generation(lambda: asyncio.sleep(0))  # type: ignore[arg-type, return-value]
+    answer._progress = SimpleNamespace(
+        driver=SimpleNamespace(arrived=arrived, abandon=lambda: None), take=lambda: Piece(str(arrived.popleft()))
+    )
+    counter = asyncio.create_task(count())
+    assert [(await anext(answer)).text for _ in range(50)] == [str(number) for number in range(50)]
+    counter.cancel()
+    assert turns >= 49

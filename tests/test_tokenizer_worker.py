@@ -135,6 +135,12 @@ DECODERS: dict[str, tuple[object, str]] = {
     "a long pattern": (
         {"type": "Replace", "pattern": {"String": "a" * 65}, "content": ""}, "with 'aaaa",
     ),
+    "one that bloats": ({"type": "Replace", "pattern": {"String": "aa"}, "content": "b" * 20}, "10 times as long"),
+    "steps that bloat together": (
+        {"type": "Sequence", "decoders": [{"type": "Replace", "pattern": {"String": "a"}, "content": "aaa"}] * 2},
+        "9 times as long",
+    ),
+    "one that bloats from nothing": ({"type": "Replace", "pattern": {"String": ""}, "content": "b" * 9}, "10 times"),
     "a long suffix": ({"type": "BPEDecoder", "suffix": "a" * 65}, "BPEDecoder with 'aaaa"),
 }  # fmt: skip
 
