@@ -380,10 +380,9 @@ def safetensors() -> Cases:
 
 
 def _parsed(header: bytes) -> object:
-    import io
-
     data = len(header).to_bytes(8, "little") + header + bytes(8)
-    return parse_header(io.BytesIO(data), "model.safetensors")
+    with targets.written("model.safetensors", data).open("rb") as stream:
+        return parse_header(stream, "model.safetensors")
 
 
 def gguf() -> Cases:

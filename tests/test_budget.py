@@ -35,3 +35,12 @@ def test_ready_says_when_a_slice_is_there() -> None:
     assert share.room(0.0) == 0
     at = share.ready_at(0.0)
     assert share.room(at - 0.01) < budget.SLICE <= share.room(at + 1e-6)
+
+
+def test_a_neighbour_that_is_over_its_own_share_uses_up_nobody_elses() -> None:
+    made = Budget(0.0)
+    greedy, other = made.of_neighbour(0.0), made.of_neighbour(0.0)
+    for _ in range(40 * int(budget.NEIGHBOUR_RESERVE)):
+        greedy.take(1, 0.0)
+    assert not greedy.take(1, 0.0)
+    assert other.room(0.0) == int(budget.NEIGHBOUR_RESERVE)
