@@ -196,10 +196,11 @@ def test_a_process_that_was_started_early_is_the_one_that_is_used(read: Any) -> 
         renderer.close()
 
 
-def test_files_that_can_not_be_read_leave_no_process_behind() -> None:
+@pytest.mark.parametrize("name", ["tokenizer.json", "model.json"])
+def test_files_that_can_not_be_read_leave_no_process_behind(name: str) -> None:
     process = TokenizerProcess()
     process.start()
     worker = psutil.Process(process._confined._processes[0]._process.pid)
     with pytest.raises(MessageError):
-        TextCodec.from_files({**bundle(), "tokenizer.json": b"{}"}, tokenizer=process)
+        TextCodec.from_files({**bundle(), name: b"{}"}, tokenizer=process)
     assert not worker.is_running()
