@@ -225,9 +225,15 @@ def open_hub(repo: str, revision: str | None, cache: Path, hashes: FileHashes) -
 
     if constants.is_offline_mode():
         return _offline(repo, revision, cache, hashes)
-    with hub_errors(repo, revision):
-        info = HfApi().model_info(repo, revision=revision, files_metadata=True, timeout=METADATA_TIMEOUT_S)
-    listing = _listing(repo, info)
+    try:
+        with hub_errors(repo, revision):
+            info = HfApi().model_info(repo, revision=revision, files_metadata=True, timeout=METADATA_TIMEOUT_S)
+        listing = _listing(repo, info)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:  # as the library takes what it doesn't expect
+        raise ModelError(
+            f"what answers at {constants.ENDPOINT} says something that isn't the hub's ({type(error).__name__}); does "
+            "this network want you to log in, in a browser?"
+        ) from error
     known = _kept(cache, repo, revision)
     if known is not None and known.commit == listing.commit:
         listing = Listing(repo, listing.commit, listing.files, known.tensors)

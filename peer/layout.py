@@ -44,7 +44,8 @@ TOKENIZER_FILES = (
     "added_tokens.json",
 )
 UNUSED = (
-    "return_dict", "torchscript", "output_attentions", "output_hidden_states", "num_labels", "id2label", "label2id",
+    "base_model_tp_plan", "base_model_pp_plan", "base_model_ep_plan", "return_dict", "torchscript",
+    "output_attentions", "output_hidden_states", "num_labels", "id2label", "label2id",
 )  # fmt: skip
 MAX_JSON_BYTES = 64 << 20  # the largest tokenizers have 33 MB
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")

@@ -32,6 +32,7 @@ from swarm.errors import (
     UnsupportedModel,
     UsageError,
 )
+from tests import fake_hub
 from tests.fake_hub import COMMIT, FakeHub, Pause, Repo
 from tests.gguf_files import Kind, convert_here, write_gguf
 from tests.processes import ROOT, environment
@@ -289,6 +290,14 @@ def test_the_hub_is_asked_for_the_model_alone_and_told_nothing_of_this_machine(w
     said = subprocess.run(command, cwd=ROOT, env={**known, **own}, capture_output=True, text=True, check=True).stdout
     assert "torch/" not in said and "agent/" not in said
     assert world.hub.requests and all("/org/tiny" in path for _, path, _ in world.hub.requests)
+
+
+@pytest.mark.parametrize("body", [b"<html>please log in</html>", b"[]", b"null", b'{"id": 5, "siblings": 7}'])
+def test_a_network_that_answers_in_the_hubs_place_is_told(world: World, body: bytes) -> None:
+    world.publish()
+    world.hub._describe = lambda request, *_: fake_hub._reply(request, 200, {}, body)  # type: ignore[method-assign]
+    text = refusal(world, ModelError)
+    assert "something that isn't the hub's" in text and "log in" in text
 
 
 def test_a_bare_404_is_no_trouble_that_passes(world: World) -> None:

@@ -203,7 +203,9 @@ def test_a_model_of_no_layers(model: Path, cache: Path) -> None:
     assert "it has no list of 0 layers to split" in refusal(model, cache, UnsupportedModel)
 
 
-@pytest.mark.parametrize("change", [{"return_dict": False}, {"torchscript": True}, {"output_attentions": True}])
+@pytest.mark.parametrize(
+    "change", [{"return_dict": False}, {"torchscript": True}, {"output_attentions": True}, {"base_model_tp_plan": 7}]
+)
 def test_how_a_models_makers_had_it_called_changes_nothing(
     model: Path, cache: Path, change: dict[str, object]
 ) -> None:
