@@ -110,3 +110,8 @@ def test_one_peer_seen_at_many_places_is_remembered_at_a_few() -> None:
     for n in range(50):
         there.proved(PeerId("p"), f"45.{n}.1.1")
     assert len(there._proved[PeerId("p")]) == places.MAX_GROUPS_PROVED
+
+
+def test_names_of_one_domain_have_more_room_than_addresses_of_one_network() -> None:
+    there = Places()
+    assert sum(enter(there, f"a{n}", "*.example.org") for n in range(300)) == places.MAX_PER_DOMAIN == 256

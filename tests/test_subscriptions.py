@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from swarm import circle, registry
+from swarm.digests import Models
+from swarm.identity import Identity
 from swarm.listing import MAX_LIST_BYTES, list_models, merged
-from swarm.messages import Delta, GossipHello, Message, ModelSeen, Subscribe
+from swarm.messages import Delta, Digest, GossipHello, Message, ModelSeen, Offer, Subscribe
 from swarm.records import read_record
+from swarm.registry import Kind, Registry
 from swarm.table import Table
 from tests.sim.records import FINGERPRINT
 from tests.sim.scenario import World, size, through_the_wire
 from tests.test_registry_hostile import somebody
-from tests.told import told
+from tests.told import ALICE, told
 
 OTHER = b"g" * 32
 
@@ -183,3 +188,17 @@ def test_a_client_that_there_is_no_room_for_learns_of_others(monkeypatch: pytest
     assert world.run(20.0, until=lambda: world.listed("c2") == set(names))
     world.run(20.0)
     assert {one.peer for one in world["c2"].neighbours} <= {world.there["p1"].peer, world.there["p2"].peer}
+
+
+def test_a_client_that_has_all_of_its_model_is_offered_nothing_when_it_compares() -> None:
+    core = Registry(Identity.from_seed(b"v" * 32), now=0.0, rng=random.Random(0), check=lambda *_: None)
+    for n in range(6):
+        core.table.accept(told(identity=somebody(n), fingerprint=OTHER if n % 2 else FINGERPRINT), 0.0)
+    core.attach(1, ALICE.peer_id, Kind.SUBSCRIBER, opened_here=False, now=0.0)
+    core.receive(1, Subscribe((OTHER,), snapshot=False), 0.0)
+    core.drain(0.0)
+    core.receive(1, Digest(core.table.digests.sums(1, Models((OTHER,)))), 0.0)
+    assert core.drain(0.0) == []
+    core.receive(1, Digest((bytes(8),) * 64), 1.0)
+    ((_, offer),) = core.drain(1.0)
+    assert isinstance(offer, Offer) and len(offer.changes) == 3
