@@ -38,12 +38,12 @@ class FileHashes:
 
     def sha256(self, path: Path, progress: Progress = no_progress) -> bytes:
         """Raises BrokenModel for a file that is still being written."""
-        path = path.resolve()
+        name, path = path.name, path.resolve()  # in the hub's cache a link: what it leads to is called by its hash
         facts = _facts(path)
         memory = self.directory / (hashlib.sha256(os.fsencode(path)).hexdigest() + ".json")
         known = _remembered(memory, facts)
         if known is None:
-            known = hash_file(path, progress)
+            known = hash_file(path, progress, name)
             if {**_facts(path), "ctime_ns": 0} != {**facts, "ctime_ns": 0}:
                 raise BrokenModel(f"{path} changes while it is read; start again when it is completely written")
             atomic_write(memory, json.dumps({**facts, "sha256": known.hex()}).encode())
@@ -77,11 +77,12 @@ def _remembered(memory: Path, facts: dict[str, object]) -> bytes | None:
     return None
 
 
-def hash_file(path: Path, progress: Progress = no_progress) -> bytes:
+def hash_file(path: Path, progress: Progress = no_progress, name: str | None = None) -> bytes:
+    """name: what the progress calls it, if not what the path does."""
     digest, done, total = hashlib.sha256(), 0, path.stat().st_size
     with path.open("rb") as stream:
         while done <= total and (chunk := stream.read(_CHUNK_BYTES)):  # one that grows has no end
             digest.update(chunk)
             done += len(chunk)
-            progress(f"checking {path.name}", done, total)
+            progress(f"checking {name or path.name}", done, total)
     return digest.digest()

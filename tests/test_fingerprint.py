@@ -43,7 +43,7 @@ def test_a_file_is_hashed_once_and_again_when_it_changed(
     hashed: list[Path] = []
     original = fingerprint.hash_file
     monkeypatch.setattr(
-        fingerprint, "hash_file", lambda path, progress: hashed.append(path) or original(path)
+        fingerprint, "hash_file", lambda path, *_: hashed.append(path) or original(path)
     )
     file, hashes = tmp_path / "w", FileHashes(tmp_path / "memory")
     file.write_bytes(b"one")
@@ -73,6 +73,15 @@ def test_hashing_reports_its_progress(tmp_path: Path) -> None:
     FileHashes(tmp_path / "memory").sha256(file, lambda *report: reports.append(report))
     assert reports[-1] == ("checking w.safetensors", 3_000_000, 3_000_000)
     assert [done for _, done, _ in reports] == sorted({done for _, done, _ in reports})
+
+
+def test_a_link_is_called_by_its_own_name(tmp_path: Path) -> None:
+    """The hub's cache has links to files that are called by their hashes."""
+    (tmp_path / "bffa7447").write_bytes(b"one")
+    (tmp_path / "config.json").symlink_to(tmp_path / "bffa7447")
+    reports: list[tuple[str, int, int]] = []
+    FileHashes(tmp_path / "memory").sha256(tmp_path / "config.json", lambda *report: reports.append(report))
+    assert reports == [("checking config.json", 3, 3)]
 
 
 @pytest.mark.parametrize("content", [b"[" * 5000, b"null", b"\xff", b'{"size": ' + b"9" * 5000 + b"}"])
