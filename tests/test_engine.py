@@ -384,8 +384,9 @@ async def test_a_closed_session_s_memory_is_free_while_the_engine_has_nothing_to
     engine.drop(cache)
     held = weakref.ref(cache)
     del cache
-    await engine.call(lambda: None)  # the engine has left the turn
-    assert held() is None
+    async with asyncio.timeout(30.0):
+        while held() is not None:  # noqa: ASYNC110
+            await asyncio.sleep(0)  # the engine leaves the turn a moment after its answer; no event says so
     await engine.stop()
 
 
