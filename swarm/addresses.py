@@ -114,6 +114,11 @@ class Block(Enum):
     NINETEEN = "192.168.0.0/16"
     CARRIER = "100.64.0.0/10"  # carriers' NAT, and overlay networks such as Tailscale's
     UNIQUE_LOCAL = "fc00::/7"
+    # for documentation and benchmarks, and in use all the same: by sandboxes, containers and VPNs
+    TEST_ONE = "192.0.2.0/24"
+    TEST_TWO = "198.51.100.0/24"
+    TEST_THREE = "203.0.113.0/24"
+    BENCHMARKS = "198.18.0.0/15"
     NEVER = "nothing to dial"
 
 
@@ -132,9 +137,12 @@ _TABLE: tuple[tuple[Block, tuple[Network, ...]], ...] = (
     (Block.NINETEEN, _networks("192.168.0.0/16")),
     (Block.CARRIER, _networks("100.64.0.0/10")),
     (Block.UNIQUE_LOCAL, _networks("fc00::/7")),
-    # this network, protocol assignments, documentation, benchmarks, multicast, reserved, broadcast
-    (Block.NEVER, _networks("0.0.0.0/8", "192.0.0.0/24", "192.0.2.0/24", "192.88.99.0/24")),
-    (Block.NEVER, _networks("198.18.0.0/15", "198.51.100.0/24", "203.0.113.0/24", "224.0.0.0/3")),
+    (Block.TEST_ONE, _networks("192.0.2.0/24")),
+    (Block.TEST_TWO, _networks("198.51.100.0/24")),
+    (Block.TEST_THREE, _networks("203.0.113.0/24")),
+    (Block.BENCHMARKS, _networks("198.18.0.0/15")),
+    # this network, protocol assignments, 6to4 relays, multicast, reserved, broadcast
+    (Block.NEVER, _networks("0.0.0.0/8", "192.0.0.0/24", "192.88.99.0/24", "224.0.0.0/3")),
     (Block.PUBLIC, _networks("0.0.0.0/0", "2000::/3")),
 )
 # Parts of 2000::/3 that aren't on the internet: Teredo and other assignments, documentation, 6to4.

@@ -8,12 +8,15 @@ from collections.abc import Iterable
 from swarm.messages import MAX_MODELS_TOLD, MAX_NAMES_TOLD, ModelList, ModelSeen
 from swarm.table import Table
 
-MAX_LIST_BYTES = 15 * 1024  # of a message's 16 KiB
+MAX_LIST_BYTES = 15 * 1024  # of a message's 16 KiB; `here` takes at most 700 bytes more
 OVERHEAD_BYTES = 48  # the fingerprint, the count and lengths
 
 
-def list_models(table: Table, named: str = "") -> ModelList:
-    """Those called `named` first, then those with the most peers, as many as one message holds."""
+def list_models(table: Table, named: str = "", here: tuple[str, ...] = ()) -> ModelList:
+    """Those called `named` first, then those with the most peers, as many as one message holds.
+
+    here: where the peer listens that tells them.
+    """
     seen = [
         ModelSeen(fingerprint, _told_names(names, named), names.total())
         for fingerprint, names in table.models().items()
@@ -25,7 +28,7 @@ def list_models(table: Table, named: str = "") -> ModelList:
         if room < 0:
             break
         told.append(model)
-    return ModelList(tuple(told))
+    return ModelList(tuple(told), here)
 
 
 def merged(lists: Iterable[tuple[ModelSeen, ...]]) -> tuple[ModelSeen, ...]:

@@ -655,6 +655,7 @@ MAX_BUCKETS = 512      # of a digest, 8 bytes each
 MAX_MODELS_WANTED = 16  # that one client follows on one stream
 MAX_MODELS_TOLD = 100  # in one list; its 16 KiB hold so many with one long name each
 MAX_NAMES_TOLD = 4     # of one model
+MAX_PLACES_TOLD = 8    # as many as a record lists
 
 
 def packed(size: int, most: int) -> Codec:
@@ -747,9 +748,11 @@ _peer_count = integer(0, 1 << 20)
 @message("model-list")
 class ModelList(Message):
     """Which models are alive, the one with most peers first: a subscriber's answer, and told again when it
-    changes. So a client can name the one it wants before it hears of any peer."""
+    changes. So a client can name the one it wants before it hears of any peer. here: where its sender says that it
+    listens, for a client that hears of another model than the sender's has no record of it."""
 
     models: tuple[ModelSeen, ...] = of(list_of(Codec(_write_model, _read_model), MAX_MODELS_TOLD))
+    here: tuple[str, ...] = of(list_of(exact_text(80), MAX_PLACES_TOLD), default=())
 
 
 @message("offer")

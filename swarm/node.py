@@ -132,7 +132,7 @@ class Node:
         self._channels: dict[int, _Channel] = {}
         self._reached: dict[PeerId, str] = {}
         self._told: dict[str, MayDial] = {}  # addresses that are in no record, and where they may lead
-        self._permits = Permits(lambda peer: self.registry.table.addresses(peer), self._own_addresses)
+        self._permits = Permits(self.registry.places_of, self._own_addresses)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._version = 0

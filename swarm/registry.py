@@ -66,6 +66,7 @@ PART_RECORDS = 16  # of a Delta at a time: two signatures each, 0.2 ms to verify
 DIGEST_S = 10.0  # between reconciliations, with one neighbour each
 DIGEST_MIN_S = 0.5  # a neighbour that sends digests faster isn't answered: each may cost a list of all
 SNAPSHOT_STALL_S = 3.0  # without a part of the snapshot, before another neighbour is asked for it
+SOURCES_REMEMBERED = 16  # a client has up to three at a time
 MODELS_S = 1.0  # between two lists of the models to subscribers
 VISITOR_RECORDS = 16  # for a client that there is no place for, so that it can go elsewhere
 CLOCK_CHECK_S = 30.0  # between looks at the own wall clock
@@ -138,6 +139,7 @@ class Registry:
         self._teller: int | None = None  # who tells the snapshot now
         self._teller_heard_at = now
         self._lists: dict[int, tuple[ModelSeen, ...]] = {}  # of a client's sources
+        self._sources_said: dict[PeerId, tuple[str, ...]] = {}  # where they listen, of the latest few
         self.lists_version = 0  # grows with each change of what a client's `models` are
         self._models_told = 0
         self._models_at = now
@@ -157,6 +159,10 @@ class Registry:
     def models(self) -> tuple[ModelSeen, ...]:
         """Which models are alive: by the records held, or for a client by what its sources say."""
         return merged(self._lists.values()) if self.role == "client" else list_models(self.table).models
+
+    def places_of(self, peer: PeerId) -> tuple[str, ...]:
+        """Where a peer says that it listens: in its record, or, to clients of other models, beside its list of them."""
+        return self.table.addresses(peer) or self._sources_said.get(peer, ())
 
     @property
     def seq(self) -> int:
@@ -302,6 +308,7 @@ class Registry:
             self._on_delta(one, message, now)
         elif isinstance(message, ModelList) and one.kind is Kind.SOURCE:
             self._lists[key] = message.models
+            self._note_places(one.peer, message.here)
             self._lists_changed()
         else:
             raise MessageError(f"{type(message).__name__} has no place on a stream where {one.kind.value}")
@@ -413,7 +420,7 @@ class Registry:
         before = one.only if one.greeted else Models()
         one.only = None if message.only is None else Models(message.only)
         one.named = message.named
-        one.models = list_models(self.table, one.named)
+        one.models = self._list_models(one.named)
         new = one.only if before is None or one.only is None else one.only - before
         listening = [other.only for other in self._listeners() if other is not one]
         if not self._audience.has_room(listening, one.only):
@@ -571,6 +578,12 @@ class Registry:
         else:
             one.greeting = GossipHello(snapshot or asked)
 
+    def _note_places(self, source: PeerId, places: tuple[str, ...]) -> None:
+        self._sources_said.pop(source, None)
+        self._sources_said[source] = places
+        if len(self._sources_said) > SOURCES_REMEMBERED:
+            del self._sources_said[next(iter(self._sources_said))]
+
     def _lists_changed(self) -> None:
         self.lists_version += 1
         self.table.version += 1  # somebody may wait for a model
@@ -647,8 +660,12 @@ class Registry:
         for one in self._neighbours.values():
             if one.kind is Kind.SUBSCRIBER and one.greeted:
                 if one.named not in lists:
-                    lists[one.named] = list_models(self.table, one.named)
+                    lists[one.named] = self._list_models(one.named)
                 one.models = lists[one.named]
+
+    def _list_models(self, named: str) -> ModelList:
+        here = self.table.addresses(self._owner.peer) if self._owner is not None else ()
+        return list_models(self.table, named, here)
 
     def _look_at_clock(self, unix_ms: int, now: float) -> None:
         if now >= self._clock_check_at:

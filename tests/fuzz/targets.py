@@ -435,7 +435,7 @@ def tokenizer_input(rng: random.Random) -> bytes:
 def feed_tokenizer(data: bytes) -> bool:
     """What the process does that reads a tokenizer, and what is done here with its answer."""
     files: dict[str, bytes] = msgpack.unpackb(data)
-    facts, worker = tokenizer._checked_facts(files), tokenizer_worker.Made()
+    facts, worker = tokenizer.checked_facts(files), tokenizer_worker.Made()
     wanted = {name: content for name, content in files.items() if name != "model.json"}
     answer = asked(worker, {"do": "load", "names": list(wanted)}, *wanted.values())
     loaded = tokenizer.Loaded.of(answer)
