@@ -107,7 +107,7 @@ def _wrong(file: str, name: str) -> BrokenModel:
     return broken(file, f"its header describes tensor {name!r} wrongly")
 
 
-_SPACE = re.compile(r"[ \t\r\n]*")
+_SPACE = re.compile(r"[ \t\r\n]{0,4096}")  # between two words; 12 MB of it would keep Python's lock for long
 
 
 def _members(text: str, file: str) -> Iterator[tuple[str, object]]:

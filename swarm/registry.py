@@ -67,6 +67,7 @@ DIGEST_S = 10.0  # between reconciliations, with one neighbour each
 DIGEST_MIN_S = 0.5  # a neighbour that sends digests faster isn't answered: each may cost a list of all
 SNAPSHOT_STALL_S = 3.0  # without a part of the snapshot, before another neighbour is asked for it
 SOURCES_REMEMBERED = 16  # a client has up to three at a time
+OFFERED_FOR_A_DIGEST = 3000  # peers; takes 4 ms
 MODELS_S = 1.0  # between two lists of the models to subscribers
 VISITOR_RECORDS = 16  # for a client that there is no place for, so that it can go elsewhere
 CLOCK_CHECK_S = 30.0  # between looks at the own wall clock
@@ -530,10 +531,16 @@ class Registry:
         chosen = differing(ours, message.sums)
         if not chosen:
             return
-        for peer in self.table.digests.within(chosen, buckets, one.only):
+        for peer in self.table.digests.within(self._some_of(chosen), buckets, one.only):
             one.offer(peer, True, now)
         if not message.answer and one.kind is Kind.GOSSIP:
             one.digest = Digest(ours, answer=True)
+
+    def _some_of(self, chosen: set[int]) -> Collection[int]:
+        """Of buckets that differ, drawn so that each has its turn, those that hold about OFFERED_FOR_A_DIGEST peers:
+        who differs everywhere among ten thousand isn't answered in one go, but digest by digest."""
+        share = OFFERED_FOR_A_DIGEST / max(1, len(self.table))
+        return chosen if share >= 1 else self._rng.sample(sorted(chosen), max(1, int(len(chosen) * share)))
 
     # ------------------------------------------------------------ the snapshot
 

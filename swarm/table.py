@@ -34,6 +34,7 @@ from __future__ import annotations
 
 import enum
 import heapq
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -71,6 +72,7 @@ from swarm.records import (
 
 MAX_GONE = 16_384  # tombstones, about 700 bytes each; the oldest go first
 LAPSED_AT_ONCE = 128  # a few milliseconds' work
+FADED_AT_ONCE = 1024  # the same
 GONE_S = 600.0  # above MAX_LEASE_S, so that what a slow or cut-off peer still tells finds the tombstone
 OPINIONS = 8  # on the age of one head, at most
 FADED = 0.5  # share of its lease after which a head no longer counts in a digest
@@ -278,15 +280,21 @@ class Table:
         """Let the digests leave out heads that are past half of their lease.
 
         Nobody's are who hears every heartbeat, so the sums differ for whoever missed one, while there is still
-        time to heal that.
+        time to heal that. At most FADED_AT_ONCE of them in one call.
         """
         if now < self._fade_at:
             return
-        self._fade_at = now + FADE_LOOK_S
-        for held in self._held.values():
-            if held.lapses_at - now < FADED * held.head.lease_s and held.peer not in self._faded:
-                self._faded.add(held.peer)
-                self.digests.remove(held.peer)
+        old = (
+            held.peer
+            for held in self._held.values()
+            if held.lapses_at - now < FADED * held.head.lease_s and held.peer not in self._faded
+        )
+        found = list(itertools.islice(old, FADED_AT_ONCE))
+        for peer in found:
+            self._faded.add(peer)
+            self.digests.remove(peer)
+        if len(found) < FADED_AT_ONCE:  # else there may be more, for the next call
+            self._fade_at = now + FADE_LOOK_S
 
     @property
     def next_lapse(self) -> float | None:

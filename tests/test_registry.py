@@ -9,6 +9,7 @@ import pytest
 
 from routing.spans import Span
 from swarm import circle
+from swarm import registry as registry_module
 from swarm.asks import ASK_TIMEOUT_S
 from swarm.errors import MessageError
 from swarm.heads import head_id
@@ -393,6 +394,25 @@ def test_digests_without_end_are_answered_twice_a_second_at_most() -> None:
         registry.receive(key, Digest((bytes(8),) * 64), n / 100)
         answers += sum(isinstance(message, Digest) for _, message in registry.drain(n / 100))
     assert answers == 2
+
+
+def test_who_differs_everywhere_among_very_many_is_offered_some_at_a_time_and_all_in_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(registry_module, "OFFERED_FOR_A_DIGEST", 40)
+    registry, key = attached()
+    for n in range(100):
+        registry.table.accept(told(identity=Identity.from_seed(n.to_bytes(32, "big"))), 0.0)
+    registry.drain(0.0)
+    offered: list[int] = []
+    ids: set[bytes] = set()
+    for n in range(30):  # none has faded yet
+        registry.receive(key, Digest((bytes([n]) * 8,) * 64), float(n) / 4)
+        new = [message for _, message in registry.drain(n / 4) if isinstance(message, Offer)]
+        offered.append(sum(len(message.changes) for message in new))
+        ids.update(one for message in new for one in message.changes)
+    assert 0 < max(offered) <= 80 and len(ids) == 100
+    assert sorted(ids) == sorted(held.head_id for held in registry.table.held())
 
 
 def test_greeting_twice_or_wrongly_ends_the_stream() -> None:

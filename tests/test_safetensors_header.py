@@ -180,6 +180,7 @@ def test_an_escaped_name_is_read_as_json_has_it(file: Path) -> None:
         '{"__metadata__":{"a":"b",}}',
         '{"__metadata__":{"a":"b"',
         '{"__metadata__":{"a":"b\\"}}',
+        "{" + " " * 12_000_000 + "}",
         '{"w":' + "[" * 100_000,
         '{"w":{"shape":' + "[" * 900 + "}",
         '{"w":{"shape":' + "[" * 100_000 + "]" * 100_000 + "}}",

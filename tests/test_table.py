@@ -41,6 +41,18 @@ def test_leases_that_end_together_are_worked_off_in_pieces(monkeypatch: pytest.M
     assert sorted(over) == sorted(signer.peer_id for signer in signers)
 
 
+def test_heads_that_fade_together_leave_the_digests_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(table, "FADED_AT_ONCE", 2)
+    held, empty = Table(), Table().digests.sums(1)
+    for number in range(1, 6):
+        held.accept(told(identity=Identity.from_seed(bytes([number]) * 32)), now=0.0)
+    sums = []
+    for _ in range(3):
+        held.fade(0.9 * LEASE_S)
+        sums.append(held.digests.sums(1))
+    assert len(set(sums)) == 3 and sums[-1] == empty
+
+
 def test_a_repeated_heartbeat_stretches_nothing() -> None:
     held = Table()
     held.accept(told(age_s=4.0), now=100.0)
