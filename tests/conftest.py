@@ -19,6 +19,13 @@ if TYPE_CHECKING:
     from tests.tiny_swarm import Tiny
 
 
+LONGEST_FIRST = ("test_main_job.py", "test_registry_sim.py")  # so that the two workers end at about the same time
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.name not in LONGEST_FIRST)
+
+
 @pytest.fixture(scope="session")
 def smollm2_file() -> Path:
     """SmolLM2-135M-Instruct as a GGUF file, downloaded once on a machine, and its tokenizer, converted once.
