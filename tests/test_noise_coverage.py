@@ -14,7 +14,7 @@ def test_every_branch_of_the_handshake_is_taken_by_its_own_tests(tmp_path: Path)
     measured = tmp_path / "measured"
     coverage = [sys.executable, "-m", "coverage"]
     run = ["run", "--branch", "--include=swarm/noise.py", f"--data-file={measured}", "-m", "pytest", "-q"]
-    tests = ["-p", "no:cacheprovider", "--basetemp", str(tmp_path / "pytest"), "tests/test_noise.py"]
+    tests = ["-n", "0", "-p", "no:cacheprovider", "--basetemp", str(tmp_path / "pytest"), "tests/test_noise.py"]
     done = subprocess.run([*coverage, *run, *tests], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     report = tmp_path / "report.json"
