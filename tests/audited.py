@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 MARKER = "marker_of_the_network"
+AT_ONCE = 20  # messages, each on a stream of its own
 # every event of the interpreter that turns data into code, or starts something
 RUNS_CODE = (
     "pickle.find_class", "marshal.loads", "marshal.load", "compile", "exec", "import", "code.__new__",
@@ -90,9 +91,14 @@ async def hostile(peers: Any, messages: list[Any], plain: Callable[[], Any]) -> 
     port = peers.peers["one"].transport.port
     await asyncio.gather(*(loud(port, data) for data in noise()))
     stranger = Stranger(peers)
-    for message in messages:
-        with contextlib.suppress(SwarmError):
-            (await stranger.say("one", message)).reset("said")
+
+    async def said(message: Any) -> None:
+        with contextlib.suppress(SwarmError, TimeoutError):
+            async with asyncio.timeout(5.0):  # one that nobody takes is waited for no longer
+                (await stranger.say("one", message)).reset("said")
+
+    for at in range(0, len(messages), AT_ONCE):
+        await asyncio.gather(*map(said, messages[at : at + AT_ONCE]))
     tensors = {"hidden": RawTensor("uint8", (len(PICKLED),), PICKLED), MARKER: RawTensor("uint8", (1,), b"x")}
 
     async def named(kind: str) -> None:

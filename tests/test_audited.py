@@ -15,6 +15,7 @@ from tests.audited import MARKER, PICKLED, RUNS_CODE
 ROOT = Path(__file__).parent.parent
 
 
+@pytest.mark.long
 def test_neither_a_peer_nor_a_client_runs_anything_that_the_network_says() -> None:
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "tests.audited"],
