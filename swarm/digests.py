@@ -39,17 +39,18 @@ class Digests:
     def __init__(self) -> None:
         self._all = [0] * PLACES
         self._of: dict[bytes, list[int]] = {}  # of some models; the last used last
-        self._there: dict[int, dict[PeerId, tuple[bytes | None, int]]] = {}  # by place
+        self._there: dict[int, dict[PeerId, tuple[bytes | None, int, bytes | None]]] = {}  # by place
 
-    def add(self, peer: PeerId, fingerprint: bytes | None, value: int) -> None:
+    def add(self, peer: PeerId, fingerprint: bytes | None, value: int, before: bytes | None = None) -> None:
+        """before: of another model, in whose sums it may still be elsewhere."""
         place = place_of(peer)
-        self._there.setdefault(place, {})[peer] = (fingerprint, value)
+        self._there.setdefault(place, {})[peer] = (fingerprint, value, before)
         self._count(place, fingerprint, value)
 
     def remove(self, peer: PeerId) -> None:
         place = place_of(peer)
         there = self._there[place]
-        fingerprint, value = there.pop(peer)
+        fingerprint, value, _ = there.pop(peer)
         if not there:
             del self._there[place]
         self._count(place, fingerprint, -value)
@@ -63,11 +64,11 @@ class Digests:
         return tuple((total % (1 << 64)).to_bytes(8, "big") for total in totals)
 
     def within(self, chosen: Iterable[int], buckets: int, only: Models | None = None) -> Iterator[PeerId]:
-        """Whoever is in the chosen buckets of a digest of so many."""
+        """Whoever is in the chosen buckets of a digest of so many, or was before it served another model."""
         for bucket in sorted(chosen):
             for place in range(bucket, PLACES, buckets):
-                for peer, (fingerprint, _) in self._there.get(place, {}).items():
-                    if only is None or fingerprint in only:
+                for peer, (fingerprint, _, before) in self._there.get(place, {}).items():
+                    if only is None or fingerprint in only or before in only:
                         yield peer
 
     def _count(self, place: int, fingerprint: bytes | None, value: int) -> None:
@@ -80,7 +81,7 @@ class Digests:
         if fine is None:
             fine = [0] * PLACES
             for place, there in self._there.items():
-                fine[place] = sum(value for model, value in there.values() if model == fingerprint)
+                fine[place] = sum(value for model, value, _ in there.values() if model == fingerprint)
         self._of[fingerprint] = fine
         if len(self._of) > MAX_MODELS_SUMMED:
             del self._of[next(iter(self._of))]

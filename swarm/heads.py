@@ -48,7 +48,8 @@ class PeerEntry:
 @dataclass(frozen=True, slots=True)
 class Held:
     """A head and what belongs to it. descriptor: None after a leave. issued_at, lapses_at and heard_at (when it
-    was first heard of here): on the table's clock. opinions: on its age, wanted yet."""
+    was first heard of here): on the table's clock. opinions: on its age, wanted yet. model_before: of another
+    model that it served until lately, or None."""
 
     rank: Rank
     head: Heartbeat | Leave
@@ -62,6 +63,7 @@ class Held:
     lapses_at: float
     heard_at: float
     opinions: int
+    model_before: bytes | None
 
     @property
     def peer(self) -> PeerId:
@@ -69,6 +71,10 @@ class Held:
 
     def matches(self, only: Models | None) -> bool:
         return only is None or self.fingerprint in only
+
+    def concerns(self, only: Models | None) -> bool:
+        """Whether who wants to hear of these models should hear that it serves one, or no longer does."""
+        return only is None or self.fingerprint in only or self.model_before in only
 
 
 @dataclass(frozen=True, slots=True)

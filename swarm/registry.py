@@ -632,7 +632,8 @@ class Registry:
     def _spread(self, held: Held, change: bool, told_by: set[int], now: float) -> None:
         for one in self._neighbours.values():
             listens = one.kind is not Kind.SOURCE and (one.greeted or one.opened_here)
-            if listens and one.key not in told_by and held.matches(one.only):
+            wanted = held.concerns(one.only) if change else held.matches(one.only)
+            if listens and wanted and one.key not in told_by:
                 one.offer(held.peer, change, now)
 
     def _object(self, one: Neighbour, identifier: bytes, now: float) -> None:

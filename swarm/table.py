@@ -433,6 +433,8 @@ class Table:
         gone = self._gone.pop(head.peer, None)
         past = before or gone
         made, data = descriptor or (None, None)
+        fingerprint = made.fingerprint if made else (past.fingerprint if past else None)
+        moved = past is not None and past.fingerprint != fingerprint
         heard_at = gone.heard_at if gone is not None and gone.head_id == identifier else now
         issued_at = min(now - told.age_s, heard_at)
         held = Held(
@@ -442,12 +444,13 @@ class Table:
             head_id=identifier,
             descriptor=made,
             descriptor_bytes=data,
-            fingerprint=made.fingerprint if made else (past.fingerprint if past else None),
+            fingerprint=fingerprint,
             addresses=made.addresses if made else (past.addresses if past else ()),
             issued_at=issued_at,
             lapses_at=issued_at + head.lease_s,
             heard_at=heard_at,
             opinions=OPINIONS if is_doubtful(told.age_s, head) else 0,
+            model_before=past.fingerprint if past and moved else before.model_before if before else None,
         )
         self._replace(before, held)
         self._recent.add(identifier, head.peer)
@@ -464,7 +467,7 @@ class Table:
         if before is None or differs(before, held) or held.peer in self._faded:
             if before is not None:
                 self._leave_digests(before)
-            self.digests.add(held.peer, held.fingerprint, digest_value(held))
+            self.digests.add(held.peer, held.fingerprint, digest_value(held), held.model_before)
         if before is None or before.rank.hash != held.rank.hash:
             if before is not None:
                 self._uncount(before)
@@ -480,6 +483,7 @@ class Table:
         self._leave_digests(held)
         self.places.leave(held.peer)
         self._uncount(held)
+        self._trim_lapses()
         self.version += 1
 
     def _leave_digests(self, held: Held) -> None:
@@ -509,7 +513,10 @@ class Table:
 
     def _push_lapse(self, held: Held) -> None:
         heapq.heappush(self._lapses, (held.lapses_at, held.peer))
-        if len(self._lapses) > 4 * len(self._held) + 64:  # mostly outdated pairs: renewals leave one each
+        self._trim_lapses()
+
+    def _trim_lapses(self) -> None:
+        if len(self._lapses) > 4 * len(self._held) + 64:  # mostly outdated pairs: a renewal or an end leaves one
             self._lapses = [(one.lapses_at, one.peer) for one in self._held.values()]
             heapq.heapify(self._lapses)
 

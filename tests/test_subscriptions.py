@@ -202,3 +202,34 @@ def test_a_client_that_has_all_of_its_model_is_offered_nothing_when_it_compares(
     core.receive(1, Digest((bytes(8),) * 64), 1.0)
     ((_, offer),) = core.drain(1.0)
     assert isinstance(offer, Offer) and len(offer.changes) == 3
+
+
+# ---------------------------------------------------------------- who serves another model now
+
+
+def test_a_client_hears_at_once_that_a_peer_serves_another_model_now() -> None:
+    """And of its renewals no more."""
+    world = two_models(50)
+    world.client("c", "p0", only=(FINGERPRINT,))
+    world.run(3.0)
+    assert world.listed("c") == {"p0", "p1", "p2", "p3"}
+    world.there["p3"].publish(fingerprint=OTHER, model="other")
+    assert world.run(1.0, until=lambda: world.listed("c", FINGERPRINT) == {"p0", "p1", "p2"})
+    world.listen("c")
+    world.run(20.0)
+    assert world.there["p3"].peer not in owners(world.arrived("c"))
+
+
+def test_a_client_that_missed_it_hears_by_a_digest_that_a_peer_serves_another_model_now() -> None:
+    core = Registry(Identity.from_seed(b"v" * 32), now=0.0, rng=random.Random(0), check=lambda *_: None)
+    for n in range(3):
+        core.table.accept(told(identity=somebody(n)), 0.0)
+    before = core.table.digests.sums(64, Models((FINGERPRINT,)))
+    core.table.accept(told(seq=5, identity=somebody(2), fingerprint=OTHER), 1.0)
+    core.attach(1, ALICE.peer_id, Kind.SUBSCRIBER, opened_here=False, now=1.0)
+    core.receive(1, Subscribe((FINGERPRINT,), snapshot=False), 1.0)
+    core.drain(1.0)
+    core.receive(1, Digest(before), 1.0)
+    ((_, offer),) = core.drain(1.0)
+    moved = core.table.get(somebody(2).peer_id)
+    assert moved is not None and offer == Offer((), (moved.head_id,))

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from swarm import places, table
+from swarm.digests import Models
 from swarm.errors import MessageError
 from swarm.heads import head_id
 from swarm.identity import Identity
@@ -260,6 +261,33 @@ def test_the_heap_of_lapses_stays_small_under_renewals() -> None:
     for beat in range(2, 1000):
         held.accept(told(seq=1, beat=beat), now=5.0 * beat)
     assert len(held._lapses) < 100
+
+
+def test_the_heap_of_lapses_shrinks_when_those_who_renewed_are_let_go() -> None:
+    """Two heads of each of 100, none of whose leases is over."""
+    held = Table(check=lambda *_: None)
+    everybody = [somebody(n) for n in range(100)]
+    for beat in (2, 3):
+        for who in everybody:
+            held.accept(told(seq=1, beat=beat, identity=who), now=float(beat))
+    assert len(held._lapses) == 200
+    for who in everybody:
+        held.evict(who.peer_id, 4.0)
+        assert len(held._lapses) <= 4 * len(held) + 64
+
+
+def test_a_peer_that_serves_another_model_concerns_those_who_listen_to_the_first() -> None:
+    """By `concerns`, and in the bucket of a digest where it may still be in theirs."""
+    held = Table()
+    held.accept(told(seq=1), now=0.0)
+    one, other = Models((FINGERPRINT,)), Models((b"g" * 32,))
+    held.accept(told(seq=5, fingerprint=b"g" * 32), now=1.0)
+    held.accept(told(seq=5, beat=7, fingerprint=b"g" * 32), now=2.0)  # and renews it
+    (now,) = held.held()
+    assert not now.matches(one) and now.concerns(one)
+    assert now.matches(other) and now.concerns(other) and not now.concerns(Models((b"h" * 32,)))
+    assert list(held.digests.within(range(64), 64, one)) == [now.peer]
+    assert held.digests.sums(1, one) == (bytes(8),)
 
 
 # ---------------------------------------------------------------- ages are hearsay
