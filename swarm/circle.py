@@ -12,6 +12,7 @@ Pure: randomness is passed in, time is an argument, and the answer is what to do
 from __future__ import annotations
 
 import enum
+import functools
 import math
 import random
 from collections.abc import Collection, Iterable
@@ -85,6 +86,19 @@ class _Place:
     tried_at: float = -math.inf
 
 
+@dataclass
+class _Look:
+    """At the table at one instant. Ten thousand peers are walked through once for it, and only if somebody asks."""
+
+    table: Table
+    now: float
+
+    @functools.cached_property
+    def alive(self) -> list[PeerId]:
+        held = self.table.held()
+        return [one.peer for one in held if one.lapses_at > self.now and isinstance(one.head, Heartbeat)]
+
+
 class Circle:
     def __init__(self, own: PeerId | None, role: Role, rng: random.Random, now: float) -> None:
         self._own, self._rng = own, rng
@@ -121,7 +135,7 @@ class Circle:
             place.worth, place.tried_at = max(place.worth, before.worth), before.tried_at
         self._addresses[address] = place
         if len(self._addresses) > MAX_ADDRESSES:
-            del self._addresses[min(self._addresses, key=lambda one: self._addresses[one].worth)]
+            del self._addresses[self._least_worth()]
 
     def reached(self, target: PeerId | str, peer: PeerId) -> None:
         """The attempt succeeded, and `peer` is who was there."""
@@ -143,11 +157,12 @@ class Circle:
         self._forget(now)
         kept = [one for one in neighbours if one.kind is not Kind.SUBSCRIBER and not one.visitor]
         linked = {one.peer for one in kept}
-        actions: list[Action] = [*self._duplicates(kept), *self._fill(linked, table, now)]
+        look = _Look(table, now)
+        actions: list[Action] = [*self._duplicates(kept), *self._fill(linked, look)]
         if self._role == "client" and len(linked) > self._keep:  # each costs somebody its share of every change
             actions.append(_oldest(kept))
-        actions += self._rotate(kept, linked, table, now)
-        actions += self._heal(linked, table, now)
+        actions += self._rotate(kept, linked, look)
+        actions += self._heal(linked, look)
         return actions
 
     # ------------------------------------------------------------ inside
@@ -164,37 +179,39 @@ class Circle:
         self._reaching.update(dict.fromkeys(peers, now))
         return [Reach(peer) for peer in peers]
 
-    def _fill(self, linked: set[PeerId], table: Table, now: float) -> list[Action]:
+    def _fill(self, linked: set[PeerId], look: _Look) -> list[Action]:
         """Up to the number kept, from those alive; with nobody left at all, from those that were: half of them
         such as we have met, so that a crowd that nobody met doesn't stand in the way."""
         missing = self._keep - len(linked) - len(self._reaching)
         if missing <= 0:
             return []
-        free = self._free(_alive(table, now), linked)
+        free = self._free(look.alive, linked)
         seen: list[PeerId] = []
         if not free and not linked:
-            free = self._free(table.lapsed(), linked)
-            seen = [peer for peer in free if table.places.is_proved(peer)]
+            free = self._free(look.table.lapsed(), linked)
+            seen = [peer for peer in free if look.table.places.is_proved(peer)]
         chosen = self._rng.sample(seen, min(len(seen), (missing + 1) // 2))
         others = sorted(set(free) - set(chosen))
         chosen += self._rng.sample(others, min(missing - len(chosen), len(others)))
-        return self._reach(chosen, now)
+        return self._reach(chosen, look.now)
 
-    def _rotate(self, kept: list[Neighbour], linked: set[PeerId], table: Table, now: float) -> list[Action]:
+    def _rotate(self, kept: list[Neighbour], linked: set[PeerId], look: _Look) -> list[Action]:
         """One random dial, and the oldest that was opened here makes room when there are too many."""
+        now = look.now
         if now < self._rotate_at:
             return []
         self._rotate_at = now + ROTATE_S * self._rng.uniform(0.8, 1.2)
         actions: list[Action] = []
         if len(linked) > self._keep + SPARE_NEIGHBOURS and any(one.opened_here for one in kept):
             actions.append(_oldest(kept))
-        suspect = table.places.suspect(self._rng, now)  # who may hold a place that isn't its own
-        free = self._free([suspect] if suspect is not None else _alive(table, now), linked)
+        suspect = look.table.places.suspect(self._rng, now)  # who may hold a place that isn't its own
+        free = self._free([suspect] if suspect is not None else look.alive, linked)
         return actions + (self._reach([self._rng.choice(free)], now) if free else [])
 
-    def _heal(self, linked: set[PeerId], table: Table, now: float) -> list[Action]:
+    def _heal(self, linked: set[PeerId], look: _Look) -> list[Action]:
         """Try an old address that nobody alive answers for, each in its turn; without neighbours, a few. Every
         other one, on average, is one where somebody was."""
+        now = look.now
         if bool(linked) != self._linked:
             self._linked = bool(linked)
             self._heal_s = HEAL_S if linked else FIRST_HEAL_S
@@ -203,7 +220,7 @@ class Circle:
             return []
         self._heal_at = now + self._heal_s * self._rng.uniform(0.8, 1.2)
         self._heal_s = min(HEAL_S, 2 * self._heal_s)
-        alive = set(_alive(table, now)) | linked | {self._own}
+        alive = {*look.alive, *linked, self._own}
         quiet = [
             one for one, place in self._addresses.items() if place.peer is None or place.peer not in alive
         ]
@@ -218,6 +235,14 @@ class Circle:
             self._reaching[one] = self._addresses[one].tried_at = now
             actions.append(ReachAddress(one))
         return actions
+
+    def _least_worth(self) -> str:
+        """The oldest of the least worth."""
+        for worth in _Worth:
+            for address, place in self._addresses.items():
+                if place.worth is worth:
+                    return address
+        raise AssertionError("no address has a worth")
 
     def _duplicates(self, kept: list[Neighbour]) -> list[Action]:
         """Of two streams with one peer the one that the higher PeerId opened goes, and it ends it."""
@@ -239,7 +264,3 @@ def _oldest(kept: Iterable[Neighbour]) -> Drop:
     """Of those that were opened here."""
     old = min((one for one in kept if one.opened_here), key=lambda one: one.since)
     return Drop(old.key, "making room for another neighbour")
-
-
-def _alive(table: Table, now: float) -> list[PeerId]:
-    return [one.peer for one in table.held() if one.lapses_at > now and isinstance(one.head, Heartbeat)]

@@ -146,6 +146,7 @@ class Registry:
         self._models_at = now
         self._digest_at = now + DIGEST_S * rng.uniform(0.2, 1.0)
         self._ticked_at = now
+        self._lapsed_at: float | None = None
 
     # ------------------------------------------------------------ what is known
 
@@ -644,6 +645,10 @@ class Registry:
     # ------------------------------------------------------------ what comes with time
 
     def _lapse(self, now: float) -> None:
+        """Once at one instant: a tick may have more than one reason to, and a batch is a batch."""
+        if now == self._lapsed_at:
+            return
+        self._lapsed_at = now
         for peer in self.table.lapse(now):
             self._keep_address(peer)
             self._circle.hurry(now)

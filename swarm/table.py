@@ -71,8 +71,8 @@ from swarm.records import (
 )
 
 MAX_GONE = 16_384  # tombstones, about 700 bytes each; the oldest go first
-LAPSED_AT_ONCE = 128  # a few milliseconds' work
-FADED_AT_ONCE = 1024  # the same
+LAPSED_AT_ONCE = 128  # two milliseconds' work
+FADED_AT_ONCE = 512  # the same
 GONE_S = 600.0  # above MAX_LEASE_S, so that what a slow or cut-off peer still tells finds the tombstone
 OPINIONS = 8  # on the age of one head, at most
 FADED = 0.5  # share of its lease after which a head no longer counts in a digest
