@@ -84,10 +84,10 @@ class Swarm:
         for other in others:
             held = next(other.table.held())
             first.table.accept(other.table.told(held, self.world.now, full=True), self.world.now)
-        first.complete = True
+        first._wishes.complete = True
         for other in others:
             _become_like(other.table, first.table)
-            other.complete = True
+            other._wishes.complete = True
         for a, b in random_links(len(self.names), self.rng):
             self.world.connect(self.names[a], self.names[b])
         for one in self.timed:

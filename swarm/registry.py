@@ -2,7 +2,7 @@
 
 Theory of operation. `table.py` says what is true, `owner.py` says what we are, `neighbour.py` holds
 what is owed to whom, `circle.py` picks the neighbours, `budget.py` bounds the work that others can make,
-`audience.py` what clients may cost; this ties them together.
+`audience.py` what clients may cost, `wishes.py` is what we want and who tells it; this ties them together.
 
     new head here --> Offer(id) to each neighbour that didn't offer it itself
                           changes at once, renewals in batches of a second
@@ -40,7 +40,7 @@ from swarm.digests import Models, check_buckets, differing
 from swarm.errors import MessageError
 from swarm.heads import Held, PeerEntry, head_id, read_head
 from swarm.identity import Identity, PeerId
-from swarm.listing import list_models, merged
+from swarm.listing import list_models
 from swarm.messages import (
     Ask,
     Delta,
@@ -57,7 +57,9 @@ from swarm.neighbour import DIGEST_BUCKETS, DIGEST_BUCKETS_LARGE, LARGE, Kind, N
 from swarm.owner import Owner, heartbeat_interval_s
 from swarm.places import MAX_PEERS, group_of
 from swarm.records import Descriptor, Heartbeat, Leave, Load, Record, check_signature
+from swarm.sources import Sources
 from swarm.table import Table, Verdict
+from swarm.wishes import Wishes
 
 __all__ = ["Action", "ClockOff", "Drop", "Kind", "PeerEntry", "Reach", "ReachAddress", "Registry"]
 __all__ += ["SecondInstance", "SnapshotComplete", "heartbeat_interval_s", "in_parts"]
@@ -65,11 +67,7 @@ __all__ += ["SecondInstance", "SnapshotComplete", "heartbeat_interval_s", "in_pa
 PART_RECORDS = 16  # of a Delta at a time: two signatures each, 0.2 ms to verify one
 DIGEST_S = 10.0  # between reconciliations, with one neighbour each
 DIGEST_MIN_S = 0.5  # a neighbour that sends digests faster isn't answered: each may cost a list of all
-SNAPSHOT_STALL_S = 3.0  # without a part of the snapshot, before another neighbour is asked for it
-SOURCES_REMEMBERED = 16  # a client has up to three at a time
 OFFERED_FOR_A_DIGEST = 3000  # peers; takes 4 ms
-MODELS_S = 1.0  # between two lists of the models to subscribers
-VISITOR_RECORDS = 16  # for a client that there is no place for, so that it can go elsewhere
 CLOCK_CHECK_S = 30.0  # between looks at the own wall clock
 
 
@@ -120,30 +118,22 @@ class Registry:
     ) -> None:
         self.role: Role = "client" if identity is None else "peer"
         self.table = Table(check, identity.peer_id if identity is not None else None)
-        self.complete = False  # whether a snapshot has arrived
         self._check = check
         self._rng = rng
-        self._only = None if only is None else Models(only)
-        self._named = ""
         self._owner = (
             Owner(identity, first_seq=first_seq, now=now, unix_ms=unix_ms) if identity is not None else None
         )
         self._circle = Circle(identity.peer_id if identity else None, self.role, rng, now)
         self._budget = Budget(now)
-        self._audience = Audience(self.table, now)
         self._clocks = Clocks()
         self._clock_check_at = now
         self._neighbours: dict[int, Neighbour] = {}
+        self._wishes = Wishes(self._neighbours, only, now)
+        self._audience = Audience(self.table, self._neighbours, identity.peer_id if identity else None, rng, now)
         self._gossips: frozenset[PeerId] = frozenset()  # the peers among them
         self._asked = Asks(self._neighbours, self.table)
         self._actions: list[Action] = []
-        self._teller: int | None = None  # who tells the snapshot now
-        self._teller_heard_at = now
-        self._lists: dict[int, tuple[ModelSeen, ...]] = {}  # of a client's sources
-        self._sources_said: dict[PeerId, tuple[str, ...]] = {}  # where they listen, of the latest few
-        self.lists_version = 0  # grows with each change of what a client's `models` are
-        self._models_told = 0
-        self._models_at = now
+        self._sources = Sources()
         self._digest_at = now + DIGEST_S * rng.uniform(0.2, 1.0)
         self._ticked_at = now
         self._lapsed_at: float | None = None
@@ -160,11 +150,16 @@ class Registry:
 
     def models(self) -> tuple[ModelSeen, ...]:
         """Which models are alive: by the records held, or for a client by what its sources say."""
-        return merged(self._lists.values()) if self.role == "client" else list_models(self.table).models
+        return self._sources.models() if self.role == "client" else list_models(self.table).models
+
+    @property
+    def lists_version(self) -> int:
+        """Grows with each change of what a client's `models` are."""
+        return self._sources.version
 
     def places_of(self, peer: PeerId) -> tuple[str, ...]:
         """Where a peer says that it listens: in its record, or, to clients of other models, beside its list of them."""
-        return self.table.addresses(peer) or self._sources_said.get(peer, ())
+        return self.table.addresses(peer) or self._sources.places_of(peer)
 
     @property
     def seq(self) -> int:
@@ -175,6 +170,11 @@ class Registry:
     def descriptor_bytes(self) -> bytes:
         """The own signed descriptor; b"" before `publish`."""
         return self._owner.descriptor_bytes if self._owner is not None else b""
+
+    @property
+    def complete(self) -> bool:
+        """Whether all that is wanted has been told once, in bulk."""
+        return self._wishes.complete
 
     @property
     def neighbours(self) -> tuple[Neighbour, ...]:
@@ -236,24 +236,12 @@ class Registry:
     def want(self, only: Collection[bytes] | None, now: float) -> None:
         """From now on hear of these models, or of all. `complete` says when a snapshot of them is here."""
         assert self.role == "client", "a peer hears of everything"
-        wanted = None if only is None else Models(only)
-        if wanted == self._only:
-            return
-        more = self._only is not None and (wanted is None or not wanted <= self._only)
-        self._only = wanted
-        for one in self._neighbours.values():
-            one.only = wanted
-            self._greet(one)
-        if more:
-            self.complete, self._teller = False, None
-            self._find_teller(now)
+        if self._wishes.want(only):
+            self._wishes.find_teller(now, empty=self._empty)
 
     def seek(self, name: str) -> None:
         """A client: have models of this name listed, however many others there are."""
-        if name != self._named:
-            self._named = name
-            for one in self._neighbours.values():
-                self._greet(one)
+        self._wishes.seek(name)
 
     # ------------------------------------------------------------ streams
 
@@ -268,10 +256,10 @@ class Registry:
         self._neighbours[key] = one
         self._count_gossips()
         if opened_here:
-            one.only = self._only
-            self._greet(one)
-            self._find_teller(now)
-            if self._teller != key and self.complete:
+            one.only = self._wishes.only
+            self._wishes.greet(one)
+            self._wishes.find_teller(now, empty=self._empty)
+            if self.complete and not self._wishes.is_teller(key):
                 one.digest = self._own_digest(one, now, answer=False)
                 self._actions.append(SnapshotComplete(key))
         self._circle.reached(peer, peer)
@@ -282,11 +270,9 @@ class Registry:
         if one is None:
             return
         self._count_gossips()
-        if self._lists.pop(key, None) is not None:
-            self._lists_changed()
-        if self._teller == key:
-            self._teller = None
-            self._find_teller(now)  # another one
+        if self._sources.gone(key):
+            self.table.version += 1
+        self._wishes.lost(key, now, empty=self._empty)
         self._asked.lost(key, now)
         if one.kind is not Kind.SUBSCRIBER:
             self._circle.failed(one.peer, now, self.alone)
@@ -309,9 +295,8 @@ class Registry:
         elif isinstance(message, Delta) and one.kind is not Kind.SUBSCRIBER:
             self._on_delta(one, message, now)
         elif isinstance(message, ModelList) and one.kind is Kind.SOURCE:
-            self._lists[key] = message.models
-            self._note_places(one.peer, message.here)
-            self._lists_changed()
+            self._sources.told(key, one.peer, message)
+            self.table.version += 1  # somebody may wait for a model
         else:
             raise MessageError(f"{type(message).__name__} has no place on a stream where {one.kind.value}")
 
@@ -347,12 +332,12 @@ class Registry:
             self._spread_own(owner.renew(now, len(self.table)), now)
         self._lapse(now)
         self._asked.tick(now)
-        if self._teller is not None and now - self._teller_heard_at >= SNAPSHOT_STALL_S:
-            self._find_teller(now, instead_of=self._teller)
-        if self._models_at <= now and self._models_told != self.table.models_version:
-            self._tell_models(now)
+        self._wishes.tick(now, empty=self._empty)
+        self._audience.tick(now)
         if self._digest_at <= now:
-            self._send_one_on()
+            one_too_many = self._audience.one_too_many()
+            if one_too_many is not None:
+                self._actions.append(Drop(one_too_many.key, "too many clients for the size of this swarm"))
             self._reconcile(now)
         self._actions += self._circle.choose(self._neighbours.values(), self.table, now)
 
@@ -368,10 +353,7 @@ class Registry:
         if self._owner is not None:
             times.append(self._owner.due)
         times.append(self._asked.deadline)
-        if self._teller is not None:
-            times.append(self._teller_heard_at + SNAPSHOT_STALL_S)
-        if self._models_told != self.table.models_version:
-            times.append(self._models_at)
+        times += [self._wishes.deadline, self._audience.deadline]
         return min(at for at in times if at is not None)
 
     def sendable(self, now: float) -> list[int]:
@@ -410,43 +392,12 @@ class Registry:
         if isinstance(message, Subscribe) != (one.kind is Kind.SUBSCRIBER):
             raise MessageError(f"{type(message).__name__} on a stream where {one.kind.value}")
         if isinstance(message, Subscribe):
-            self._on_subscribe(one, message, now)
+            self._audience.subscribe(one, message, now)
         elif one.opened_here or (one.greeted and not message.snapshot):
             raise MessageError("greeted twice")
         elif message.snapshot or one.visitor:
             one.tell_all([held.peer for held in self.table.held()])
         one.greeted = True
-
-    def _on_subscribe(self, one: Neighbour, message: Subscribe, now: float) -> None:
-        """One that wants more than before is told all of what is new to it, if that isn't too much for us."""
-        before = one.only if one.greeted else Models()
-        one.only = None if message.only is None else Models(message.only)
-        one.named = message.named
-        one.models = self._list_models(one.named)
-        new = one.only if before is None or one.only is None else one.only - before
-        listening = [other.only for other in self._listeners() if other is not one]
-        if not self._audience.has_room(listening, one.only):
-            one.visitor = True
-        if not message.snapshot:
-            return
-        if one.visitor or not self._audience.may_have_snapshot(new, now):
-            one.visitor = True
-            there = [held.peer for held in self.table.held()]
-            one.tell_all(self._rng.sample(there, min(VISITOR_RECORDS, len(there))))
-        else:
-            one.tell_all([held.peer for held in self.table.held(new)])
-
-    def _listeners(self) -> list[Neighbour]:
-        """The clients that have a place here, in the order of coming."""
-        clients = (one for one in self._neighbours.values() if one.kind is Kind.SUBSCRIBER)
-        return [one for one in clients if one.greeted and not one.visitor]
-
-    def _send_one_on(self) -> None:
-        """The newest client, if they have become too many for what there is to tell."""
-        listeners = self._listeners()
-        wanted = [one.only for one in listeners]
-        if listeners and not self._audience.has_room(wanted[:-1], wanted[-1]):
-            self._actions.append(Drop(listeners[-1].key, "too many clients for the size of this swarm"))
 
     def _on_ask(self, one: Neighbour, message: Ask) -> None:
         for identifier in message.heads:
@@ -469,14 +420,11 @@ class Registry:
             self._object(one, identifier, now)
 
     def _on_delta(self, one: Neighbour, message: Delta, now: float) -> None:
-        if one.key == self._teller:
-            self._teller_heard_at = now
+        self._wishes.heard(one.key, now)
         for told in message.records:
             self._hear(one, told, now)
-        if message.complete and one.snapshots_owed:
-            one.snapshots_owed -= 1
-            if not one.snapshots_owed and one.snapshot_only == self._only:
-                self._completed(one, now)
+        if message.complete and self._wishes.told(one):
+            self._completed(one, now)
 
     def _hear(self, one: Neighbour, told: Told, now: float) -> None:
         identifier = head_id(told.head)
@@ -545,23 +493,8 @@ class Registry:
 
     # ------------------------------------------------------------ the snapshot
 
-    def _find_teller(self, now: float, instead_of: int | None = None) -> None:
-        """Let one neighbour tell all, unless somebody does or that has been done."""
-        if self._teller != instead_of:
-            return
-        if self.complete and not self._empty:
-            self._teller = None
-            return
-        able = [one for one in self._neighbours.values() if one.opened_here and one.key != instead_of]
-        self._teller_heard_at = now
-        if able:
-            one = min(able, key=lambda one: one.snapshots_owed)
-            self._greet(one, snapshot=True)
-            self._teller = one.key
-
     def _completed(self, teller: Neighbour, now: float) -> None:
         """The others are asked only for what the teller didn't have; whoever waits need not any more."""
-        self._teller, self.complete = None, True
         self._circle.hurry(now)
         for one in self._neighbours.values():
             if one.kind is Kind.SUBSCRIBER:
@@ -574,30 +507,6 @@ class Registry:
     @property
     def _empty(self) -> bool:
         return len(self.table) <= (self.role == "peer")
-
-    def _greet(self, one: Neighbour, *, snapshot: bool = False) -> None:
-        """Say what we want now. A greeting that hasn't gone out is replaced, and so is the snapshot it asks for."""
-        asked = one.greeting is not None and one.greeting.snapshot
-        one.snapshots_owed += snapshot and not asked
-        if snapshot or asked:
-            one.snapshot_records, one.snapshot_only = 0, self._only
-        if one.kind is Kind.SOURCE:
-            one.greeting = Subscribe(self._subscription(), snapshot or asked, self._named)
-        else:
-            one.greeting = GossipHello(snapshot or asked)
-
-    def _note_places(self, source: PeerId, places: tuple[str, ...]) -> None:
-        self._sources_said.pop(source, None)
-        self._sources_said[source] = places
-        if len(self._sources_said) > SOURCES_REMEMBERED:
-            del self._sources_said[next(iter(self._sources_said))]
-
-    def _lists_changed(self) -> None:
-        self.lists_version += 1
-        self.table.version += 1  # somebody may wait for a model
-
-    def _subscription(self) -> tuple[bytes, ...] | None:
-        return None if self._only is None else tuple(sorted(self._only))
 
     # ------------------------------------------------------------ spreading
 
@@ -663,22 +572,9 @@ class Registry:
     def _reconcile(self, now: float) -> None:
         self._digest_at = now + DIGEST_S * self._rng.uniform(0.8, 1.2)
         able = [one for one in self._neighbours.values() if one.kind is not Kind.SUBSCRIBER and one.greeted]
-        if able and self._only != Models():
+        if able and self._wishes.only != Models():
             one = self._rng.choice(able)
             one.digest = self._own_digest(one, now, answer=False)
-
-    def _tell_models(self, now: float) -> None:
-        self._models_told, self._models_at = self.table.models_version, now + MODELS_S
-        lists: dict[str, ModelList] = {}
-        for one in self._neighbours.values():
-            if one.kind is Kind.SUBSCRIBER and one.greeted:
-                if one.named not in lists:
-                    lists[one.named] = self._list_models(one.named)
-                one.models = lists[one.named]
-
-    def _list_models(self, named: str) -> ModelList:
-        here = self.table.addresses(self._owner.peer) if self._owner is not None else ()
-        return list_models(self.table, named, here)
 
     def _look_at_clock(self, unix_ms: int, now: float) -> None:
         if now >= self._clock_check_at:

@@ -28,6 +28,10 @@ def table_of(peers: int, others: int = 0) -> Table:
     return made
 
 
+def audience_of(table: Table) -> Audience:
+    return Audience(table, {}, None, random.Random(0), 0.0)
+
+
 def test_what_a_client_costs_is_what_its_models_say() -> None:
     """A head of 210 bytes a third of the time, and its identifier of 8 always; 100 peers beat 20 times a second."""
     made = table_of(60, 40)
@@ -37,14 +41,14 @@ def test_what_a_client_costs_is_what_its_models_say() -> None:
 
 
 def test_a_swarm_of_ten_serves_as_many_clients_as_it_has_streams_for() -> None:
-    there = Audience(table_of(10), 0.0)
+    there = audience_of(table_of(10))
     assert there.has_room([None] * (circle.MAX_SUBSCRIBERS - 1), None)
 
 
 def test_clients_are_taken_as_far_as_the_bytes_go_and_a_few_whatever_they_cost(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    there = Audience(table_of(10, 10), 0.0)
+    there = audience_of(table_of(10, 10))
     each = price(there._table, None)
     monkeypatch.setattr(audience, "BYTES_PER_S", 9.5 * each)
     assert [there.has_room([None] * n, None) for n in (8, 9)] == [True, False]

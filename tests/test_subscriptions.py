@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from swarm import circle, registry
+from swarm import circle, wishes
 from swarm.digests import Models
 from swarm.identity import Identity
 from swarm.listing import MAX_LIST_BYTES, list_models, merged
@@ -173,7 +173,7 @@ def test_a_snapshot_that_stops_half_way_is_asked_of_somebody_else() -> None:
         if kind == "dies":
             (first,) = (one.key for one in world[kind].neighbours if one.peer == world.there["p0"].peer)
             world[kind].detach(first, world.now)
-        within_s = registry.SNAPSHOT_STALL_S + 1.0 if kind == "stalls" else 0.5
+        within_s = wishes.SNAPSHOT_STALL_S + 1.0 if kind == "stalls" else 0.5
         assert world.run(within_s, until=lambda kind=kind: world[kind].complete)  # type: ignore[misc]
         assert world.listed(kind) == set(names)
 
