@@ -21,6 +21,7 @@ from typing import Any
 from unittest import mock
 
 from swarm import heads, owner, records, table
+from swarm.circle import MAX_ADDRESSES
 from swarm.digests import Digests
 from swarm.heads import Held
 from swarm.identity import Identity
@@ -152,15 +153,23 @@ class Swarm:
 
     def churn(self, times: int) -> dict[str, float]:
         """Bytes that the first peer holds before, at the end of, and after a time in which all others were replaced
-        so often, one each CHURN_S, half of them with a goodbye. Tombstones last TOMBSTONES_S here."""
+        so often, one each CHURN_S, half of them with a goodbye. Tombstones last TOMBSTONES_S here.
+
+        Before, it remembers as many old addresses as a peer ever does, as it would after some hours: that list is
+        bounded, and churn only fills it. After, leases, tombstones and what was heard of them have had their time.
+        """
+        lease_s = LEASE_INTERVALS * heartbeat_interval_s(len(self.names))
         with mock.patch.object(table, "GONE_S", TOMBSTONES_S):
+            for n in range(MAX_ADDRESSES):
+                there = self.notary.identity(f"long ago {n}").peer_id
+                self.world[self.names[0]].remember(f"{there}@203.0.113.{n}:7070", there)
             self.world.run(TOMBSTONES_S)
             found = {"before": self._most_bytes()}
             for n in range(times * (len(self.names) - 1)):
                 self._replace(self.names.pop(1), f"r{n}")
                 self.world.run(CHURN_S)
             found["at_the_end"] = heap_bytes(self.world[self.names[0]])
-            self.world.run(1.5 * TOMBSTONES_S)
+            self.world.run(TOMBSTONES_S + 4 * lease_s)
             if not self.world.run(MOST_HEAL_S, until=self._is_whole):
                 raise AssertionError(f"tables differ {MOST_HEAL_S:g} s after the churn")
             found["after"] = self._most_bytes()

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from swarm.compact import compacted
 from swarm.errors import MessageError
 from swarm.identity import PeerId, key_bytes
 
@@ -54,6 +55,10 @@ class Digests:
         if not there:
             del self._there[place]
         self._count(place, fingerprint, -value)
+
+    def compact(self) -> None:
+        """Let go of room that nobody needs any more."""
+        self._there = {place: compacted(there) for place, there in self._there.items()}
 
     def sums(self, buckets: int, only: Models | None = None) -> tuple[bytes, ...]:
         """8 bytes per bucket, of all or of these models. buckets divides PLACES."""

@@ -40,11 +40,13 @@ class Recent:
         if len(self._new) >= MAX_RECENT // 2:
             self._turn()
 
-    def turn(self, now: float, every_s: float) -> None:
-        """Called often; forgets once in `every_s`."""
-        if now >= self._turn_at:
-            self._turn_at = now + every_s
-            self._turn()
+    def turn(self, now: float, every_s: float) -> bool:
+        """Called often; forgets once in `every_s`, and says so."""
+        if now < self._turn_at:
+            return False
+        self._turn_at = now + every_s
+        self._turn()
+        return True
 
     def _turn(self) -> None:
         self._old, self._new = self._new, {}

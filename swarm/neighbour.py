@@ -124,6 +124,15 @@ class Neighbour:
                 if len(full) > MAX_OBJECTIONS:
                     del full[next(iter(full))]
 
+    def forget(self, now: float) -> None:
+        """What was said long ago, and the room of what is empty now: a dict that was long stays as large, and each
+        neighbour of a swarm that came and went once has several of them. Called now and then."""
+        while self._objected and now - next(iter(self._objected.values())) >= OBJECT_AGAIN_S:
+            del self._objected[next(iter(self._objected))]
+        for owed in (self._changes, self._renewals, self._asks, self._answers, self._objections, self._objected):
+            if not owed:
+                owed.clear()
+
     def tell_all(self, peers: list[PeerId]) -> None:
         """Raises MessageError when the neighbour asks for that too often."""
         self._snapshots_told += 1

@@ -22,6 +22,7 @@ import ipaddress
 import random
 from collections.abc import Collection
 
+from swarm.compact import compacted
 from swarm.identity import PeerId
 
 MAX_PEERS = 16_384  # 10,000 and room
@@ -152,8 +153,10 @@ class Places:
 
     def compact(self) -> None:
         """Let go of room that nobody needs any more."""
-        self._groups, self._members = dict(self._groups), dict(self._members)
-        self._unproved, self._proved = (dict(self._unproved[0]), dict(self._unproved[1])), dict(self._proved)
+        self._groups, self._proved = compacted(self._groups), compacted(self._proved)
+        self._members = {group: compacted(members) for group, members in self._members.items()}
+        exempt, others = self._unproved
+        self._unproved = compacted(exempt), compacted(others)
 
     def is_proved(self, peer: PeerId) -> bool:
         return peer in self._proved or peer == self._own

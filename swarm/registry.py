@@ -571,6 +571,8 @@ class Registry:
 
     def _reconcile(self, now: float) -> None:
         self._digest_at = now + DIGEST_S * self._rng.uniform(0.8, 1.2)
+        for one in self._neighbours.values():
+            one.forget(now)
         able = [one for one in self._neighbours.values() if one.kind is not Kind.SUBSCRIBER and one.greeted]
         if able and self._wishes.only != Models():
             one = self._rng.choice(able)

@@ -39,6 +39,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
+from swarm.compact import compacted
 from swarm.digests import Digests, Models
 from swarm.errors import MessageError
 from swarm.heads import (
@@ -546,16 +547,16 @@ class Table:
                 break
             del self._gone[peer]
             self.places.forget(peer)
-            if not self._gone:
-                self._compact()
-        self._recent.turn(now, LEASE_INTERVALS * heartbeat_interval_s(len(self._held)))
+        if self._recent.turn(now, LEASE_INTERVALS * heartbeat_interval_s(len(self._held))):
+            self._compact()
 
     def _compact(self) -> None:
-        """After a time of coming and going: a dict or set that was large stays large."""
-        self._gone = {}
-        self._held, self._by_id, self._paces = dict(self._held), dict(self._by_id), dict(self._paces)
+        """Once a lease: a dict or set that was large, or in which much came and went, is larger than it need be."""
+        self._held, self._gone = compacted(self._held), compacted(self._gone)
+        self._by_id, self._paces = compacted(self._by_id), compacted(self._paces)
         self._faded = set(self._faded)
         self.places.compact()
+        self.digests.compact()
 
 
 def _is_doubted(past: Held | Gone | None, identifier: bytes, now: float) -> bool:

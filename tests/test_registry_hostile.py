@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -10,7 +11,8 @@ import pytest
 from swarm import asks, budget
 from swarm.heads import head_id, read_head
 from swarm.identity import Identity, PeerId
-from swarm.messages import Ask, Delta, Message, Offer, Told
+from swarm.messages import Ask, Delta, Digest, Message, Offer, Told
+from swarm.neighbour import Neighbour
 from swarm.records import Record, check_signature
 from swarm.registry import Kind, Reach, Registry
 from tests.sim.records import descriptor, serving
@@ -125,6 +127,40 @@ def test_objections_are_said_once_and_bounded() -> None:
     said = [message for _, message in core.drain(LEASE_S) if isinstance(message, Delta)]
     assert len(said) == 1 and said[0].records[0].age_s >= LEASE_S
     assert said[0].records[0].head == told(seq=1, beat=3).head
+
+
+def test_what_is_owed_to_a_neighbour_takes_no_room_once_it_is_told() -> None:
+    """Of 300 peers who all ended, and whom it believes alive: asks, offers, answers and objections."""
+    core = Registry(Identity.from_seed(b"v" * 32), now=0.0, rng=random.Random(0), check=lambda *_: None)
+    everybody = [somebody(n) for n in range(300)]
+    core.attach(1, ALICE.peer_id, Kind.GOSSIP, opened_here=True, now=0.0)
+    (one,) = core.neighbours
+    core.drain(0.0)
+    fresh = neighbours_room(one)
+    for who in everybody:
+        core.receive(1, Delta((told(seq=1, beat=2, identity=who),)), 0.0)
+        core.receive(1, Offer((), (head_id(told(seq=1, beat=4, identity=who).head),)), 0.0)
+        core.table.accept(told(seq=1, beat=3, identity=who), 0.0)
+    core.receive(1, Ask((), tuple(held.head_id for held in core.table.held())), 0.0)
+    core.receive(1, Digest((bytes(8),) * 64), 0.0)
+    now = LEASE_S
+    while core.table.next_lapse is not None:
+        core.tick(now)
+        now += 0.001
+    for who in everybody:
+        core.receive(1, Offer((), (head_id(told(seq=1, beat=2, identity=who).head),)), now)
+    assert neighbours_room(one) > 10 * fresh
+    for _ in range(60):
+        now += 1.0
+        core.tick(now)
+        core.drain(now)
+    assert neighbours_room(one) == fresh
+
+
+def neighbours_room(one: Neighbour) -> int:
+    """Bytes of the dicts in which is kept what it is owed."""
+    owed = (value for name, value in vars(one).items() if name.startswith("_") and isinstance(value, dict))
+    return sum(map(sys.getsizeof, owed))
 
 
 # ---------------------------------------------------------------- work that others make

@@ -11,7 +11,7 @@ from swarm import places, table
 from swarm.digests import Models
 from swarm.errors import MessageError
 from swarm.heads import head_id
-from swarm.identity import Identity
+from swarm.identity import Identity, PeerId
 from swarm.messages import Told
 from swarm.records import MAX_LEASE_S, SIGNATURE_BYTES, open_descriptor, record_hash, sign_record
 from swarm.table import Table, Verdict
@@ -133,6 +133,30 @@ def test_a_table_that_everybody_left_takes_no_more_than_an_empty_one() -> None:
     assert not held.digests._there and not held._lapses
     emptied = (held._gone, held._held, held._by_id, held._paces, held.places._groups, held.places._members)
     assert all(sys.getsizeof(one) == sys.getsizeof({}) for one in emptied)
+
+
+def test_a_table_in_which_everybody_came_and_went_takes_no_more_than_one_that_was_just_filled() -> None:
+    """Half of all are replaced each lease, for long, so that there always are tombstones."""
+    everybody = [Identity.from_seed(n.to_bytes(32, "big")) for n in range(1100)]
+    held, fresh = Table(check=lambda *_: None), Table(check=lambda *_: None)
+    for turn in range(20):
+        for who in everybody[50 * turn : 50 * turn + 100]:
+            held.accept(told(seq=1, beat=2 + turn, identity=who), now=LEASE_S * turn)
+        held.lapse(LEASE_S * (turn + 0.5))
+    for who in everybody[950:1050]:
+        fresh.accept(told(seq=1, beat=30, identity=who), now=LEASE_S * 20)
+        held.accept(told(seq=1, beat=30, identity=who), now=LEASE_S * 20)
+    for now in (LEASE_S * 20.5, LEASE_S * 20.9):
+        assert held.lapse(now) == [] and held.lapsed()
+    assert len(held) == len(fresh) == 100
+    for name in ("_held", "_by_id", "_paces"):
+        assert sys.getsizeof(getattr(held, name)) <= sys.getsizeof(getattr(fresh, name)), name
+    assert sys.getsizeof(held.places._groups) <= sys.getsizeof(fresh.places._groups)
+    assert room_of(held.digests._there) <= room_of(fresh.digests._there)
+
+
+def room_of(of: dict[int, dict[PeerId, tuple[object, ...]]]) -> int:
+    return sys.getsizeof(of) + sum(map(sys.getsizeof, of.values()))
 
 
 def test_heads_need_no_asking_for_a_lease_and_are_forgotten_after_two() -> None:
