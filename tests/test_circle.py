@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import random
 
@@ -11,7 +12,9 @@ import pytest
 from swarm import circle
 from swarm.budget import Budget
 from swarm.identity import Identity, PeerId
+from swarm.messages import Told
 from swarm.neighbour import Kind, Neighbour
+from swarm.records import Leave, sign_record
 from swarm.registry import Registry
 from swarm.table import Table
 from tests.told import ALICE, LEASE_S, told
@@ -150,6 +153,22 @@ def test_one_random_peer_a_minute_is_dialled_and_never_a_neighbour_or_oneself() 
     assert set(dialled) == set(table._held) - {one.peer for one in there} - {OWN}
 
 
+def test_nobody_is_dialled_who_said_goodbye_or_whose_lease_is_over() -> None:
+    gone, left, alive = (Identity.from_seed(bytes([n]) * 32) for n in (1, 2, 3))
+    table = Table(check=lambda *_: None)
+    table.accept(told(identity=gone), 0.0)
+    table.accept(Told(sign_record(left, Leave(left.peer_id, 9, LEASE_S)), 0.0), 10.0)
+    table.accept(told(identity=alive), 10.0)
+    assert len(table) == 3
+    assert a_circle().choose([], table, LEASE_S + 1.0) == [circle.Reach(alive.peer_id)]
+
+
+def test_no_more_are_dialled_than_are_wanted_while_the_dials_are_under_way() -> None:
+    found = actions_until(a_circle(), linked(PEERS[30:32]), a_table(20), circle.REACH_TIMEOUT_S - circle.CHECK_S)
+    assert len(found) == circle.KEPT_NEIGHBOURS - 2
+    assert len({action.peer for _, action in found if isinstance(action, circle.Reach)}) == len(found)
+
+
 def test_the_oldest_that_was_opened_here_makes_room_when_there_are_too_many() -> None:
     many = circle.KEPT_NEIGHBOURS + circle.SPARE_NEIGHBOURS + 1
     table = a_table(0)
@@ -203,6 +222,57 @@ def test_an_old_address_is_left_alone_while_whoever_was_there_is_alive() -> None
     assert {one.address for one in found if isinstance(one, circle.ReachAddress)} == {"gone.local:1"}
 
 
+def tries_alone(made: circle.Circle, until: float) -> list[tuple[float, str]]:
+    """When it tries which old address, with nobody there, and where every try fails at once."""
+    found = []
+    while made.deadline <= until:
+        now = made.deadline
+        for action in made.choose([], a_table(0), now):
+            assert isinstance(action, circle.ReachAddress)
+            found.append((now, action.address))
+            made.failed(action.address, now, True)
+    return found
+
+
+def test_somebody_alone_tries_an_old_address_soon_and_then_more_and_more_rarely() -> None:
+    """After 5, 10, 20, 40 s and then each minute, give or take a fifth and a look; anew when it is alone again."""
+    made = a_circle()
+    made.remember("old:1")
+    times = [at for at, _ in tries_alone(made, 400.0)]
+    assert times[0] <= circle.FIRST_HEAL_S + circle.CHECK_S
+    for gap, usual in zip(itertools.pairwise(times), (5.0, 10.0, 20.0, 40.0, 60.0, 60.0, 60.0), strict=False):
+        assert 0.8 * usual <= gap[1] - gap[0] <= 1.2 * usual + circle.CHECK_S
+    actions_until(made, linked(PEERS[: circle.KEPT_NEIGHBOURS]), a_table(0), 500.0)
+    again = tries_alone(made, 520.0)
+    assert again and again[0][0] <= 500.0 + circle.FIRST_HEAL_S + 2 * circle.CHECK_S
+
+
+def test_an_old_address_is_not_tried_again_while_a_try_is_under_way() -> None:
+    made = a_circle()
+    made.remember("old:1")
+    times = [at for at, _ in actions_until(made, [], a_table(0), 300.0)]
+    assert len(times) > 3 and all(b - a >= circle.REACH_TIMEOUT_S for a, b in itertools.pairwise(times))
+
+
+def test_an_address_that_is_heard_of_again_keeps_its_turn_and_its_worth() -> None:
+    made = a_circle()
+    made.remember("friend:1", seen=True)
+    for _ in range(2):
+        for n in range(circle.MAX_ADDRESSES):
+            made.remember("friend:1")
+            made.remember(f"crowd{n}:1")
+    assert "friend:1" in made.addresses
+    fresh = a_circle()
+    for n in range(12):
+        fresh.remember(f"old{n}:1")
+    tried: list[str] = []
+    while len(tried) < 12:
+        for _, address in tries_alone(fresh, fresh.deadline):
+            tried.append(address)
+            fresh.remember(address)
+    assert len(set(tried)) == len(tried)
+
+
 def test_somebody_in_a_hurry_does_not_wait_for_the_next_look() -> None:
     made = a_circle()
     made.choose([], a_table(0), 0.0)
@@ -221,7 +291,10 @@ def test_of_two_streams_with_one_peer_the_higher_one_ends_that_which_it_opened(h
     assert [one.key for one in a_circle(own=own)._duplicates(two)] == ([7] if higher else [])
 
 
-def test_of_two_streams_opened_by_one_side_the_newer_stays() -> None:
+@pytest.mark.parametrize("higher", [True, False])
+@pytest.mark.parametrize("opened_here", [True, False])
+def test_of_two_streams_opened_by_one_side_the_newer_stays(opened_here: bool, higher: bool) -> None:
+    own, other = (PEERS[1], PEERS[0]) if higher else (PEERS[0], PEERS[1])
     share = Budget(0.0).of_neighbour(0.0)
-    two = [Neighbour(key, PEERS[0], Kind.GOSSIP, True, float(key), share) for key in (6, 7)]
-    assert [one.key for one in a_circle()._duplicates(two)] == [6]
+    two = [Neighbour(key, other, Kind.GOSSIP, opened_here, float(key), share) for key in (6, 7)]
+    assert [one.key for one in a_circle(own=own)._duplicates(two)] == [6]

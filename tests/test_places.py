@@ -72,6 +72,29 @@ def test_whoever_was_seen_in_one_group_has_no_right_in_another() -> None:
     assert not enter(there, "b", "45.9.9.0/24", "46.1.1.0/24")
 
 
+def test_one_goes_where_one_makes_room_in_both_groups() -> None:
+    """The newest of the first group is also in the second, and neither has room."""
+    there = Places()
+    for n in range(63):
+        enter(there, f"a{n}", "45.9.9.0/24")
+        enter(there, f"b{n}", "46.1.1.0/24")
+    enter(there, "both", "45.9.9.0/24", "46.1.1.0/24")
+    for host in ("45.9.9.7", "46.1.1.7"):
+        there.proved(PeerId("new"), host)
+    assert there.victims(PeerId("new"), ("45.9.9.0/24", "46.1.1.0/24"), 0.0) == [PeerId("both")]
+
+
+def test_whoever_was_seen_the_longest_ago_is_a_claim_like_others_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(places, "MAX_PROVED", 1)
+    monkeypatch.setattr(places, "MAX_PEERS", 1)
+    there = Places()
+    there.proved(PeerId("old"), "45.9.9.7")
+    assert enter(there, "old", "45.9.9.0/24")
+    assert not enter(there, "claim", "46.1.1.0/24")
+    there.proved(PeerId("new"), "46.1.1.7")
+    assert enter(there, "new", "46.1.1.0/24") and len(there) == 1
+
+
 def test_a_group_full_of_peers_that_were_seen_takes_nobody() -> None:
     there = Places()
     for n in range(65):

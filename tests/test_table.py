@@ -428,6 +428,25 @@ def test_one_owner_is_heard_no_faster_than_a_peer_has_reason_to_speak() -> None:
     assert held.accept(told(seq=1, beat=700), now=65.0) is Verdict.RENEWED
 
 
+def test_what_was_verified_once_is_not_verified_again() -> None:
+    """Issue 5: verified bytes are known by their hash. Two signatures of a newcomer, one of each renewal."""
+    checks: list[object] = []
+    held = Table(check=lambda record, signed: checks.append(signed))
+
+    def verified(one: Told, now: float) -> int:
+        checks.clear()
+        held.accept(one, now)
+        return len(checks)
+
+    first, renewal = told(seq=1, beat=2), told(seq=1, beat=3)
+    assert verified(first, 0.0) == 2
+    assert verified(first, 1.0) == verified(dataclasses.replace(first, age_s=0.5), 1.0) == 0
+    assert verified(renewal, 2.0) == 1  # it came with the same descriptor
+    assert verified(first, 3.0) == verified(told(seq=1, beat=2), 3.0) == 0  # outranked
+    assert verified(dataclasses.replace(told(seq=1, beat=4), descriptor=None), 4.0) == 1
+    assert verified(told(seq=7), 5.0) == 2
+
+
 def test_forgeries_dont_use_up_what_their_victim_may_say() -> None:
     held = Table()
     held.accept(told(seq=1), now=0.0)
