@@ -1,6 +1,6 @@
 """A peer of the registry alone, as a process of its own: no model, no torch.
 
-    python -m tests.registry_peer NAME HOST PORT PACE [JOIN ...]
+    python -m tests.registry_peer NAME HOST PORT PACE [--lan | JOIN ...]
 
 One JSON object a line on its output: first {"id", "address"}, then {"live": [names]} whenever that changes.
 On its input: `block ID ...` is a cut between this peer and those (of links as of new dials), `block` heals
@@ -18,6 +18,7 @@ from collections.abc import Iterable
 from swarm import asks, circle, neighbour, owner, registry
 from swarm.errors import SwarmError
 from swarm.identity import PeerId
+from swarm.lan import Announced, Lan
 from swarm.node import Node
 from swarm.state import StateDir
 from swarm.transport import Link, Transport
@@ -63,9 +64,11 @@ async def be_a_peer(name: str, host: str, port: int, join: list[str]) -> None:
     with StateDir.open().lock_peer() as home:
         transport = CutTransport(home.identity)
         addresses = await transport.listen(host, port)
-        node = Node(transport, role="peer", state=StateDir.open(), peer_dir=home)
+        announced = Announced(home.identity.peer_id, port, [host])
+        lan = Lan("main", announced) if join == ["--lan"] else None
+        node = Node(transport, role="peer", state=StateDir.open(), peer_dir=home, lan=lan)
         tell(id=home.identity.peer_id, address=addresses[0])
-        await node.start(join)
+        await node.start([] if lan else join)
         await node.publish(descriptor(name=name, addresses=tuple(addresses)), serving())
         telling = asyncio.create_task(tell_of_changes(node))
         await obey(transport)

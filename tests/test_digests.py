@@ -38,6 +38,17 @@ def test_sums_follow_every_coming_and_going() -> None:
             buckets = rng.choice([1, 64, 256, 512])
             only = rng.choice([None, frozenset(rng.sample(models, 3)), frozenset()])
             assert kept.sums(buckets, only) == afresh(there, buckets, only), f"step {step}"
+            assert len(kept._of) <= MAX_MODELS_SUMMED
+
+
+def test_only_the_first_digest_about_a_model_walks_through_all_that_is_held() -> None:
+    rng = random.Random(9)
+    kept = Digests()
+    for _ in range(50):
+        kept.add(peer_id(rng.randbytes(32)), rng.choice([b"m", b"n"]), rng.getrandbits(64))
+    first = kept.sums(64, frozenset({b"m"}))
+    kept._there.clear()
+    assert kept.sums(64, frozenset({b"m"})) == first != kept.sums(64, frozenset({b"n"}))
 
 
 def test_whoever_is_missing_on_one_side_is_in_a_bucket_that_differs() -> None:

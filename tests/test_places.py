@@ -95,6 +95,33 @@ def test_whoever_was_seen_the_longest_ago_is_a_claim_like_others_again(monkeypat
     assert enter(there, "new", "46.1.1.0/24") and len(there) == 1
 
 
+def test_whoever_was_turned_away_is_looked_at_again_after_a_while_or_once_it_found_room() -> None:
+    there = Places()
+    there.turn_away(PeerId("a"), 0.0)
+    there.turn_away(PeerId("b"), 0.0)
+    assert there.is_turned_away(PeerId("a"), places.TURNED_AWAY_S - 1.0)
+    assert not there.is_turned_away(PeerId("a"), places.TURNED_AWAY_S)
+    assert enter(there, "b", "45.9.9.0/24")
+    assert not there.is_turned_away(PeerId("b"), 1.0)
+
+
+def test_whoever_moves_makes_room_where_it_was() -> None:
+    there = Places()
+    for n in range(64):
+        enter(there, f"a{n}", "45.9.9.0/24")
+    assert enter(there, "a0", "46.1.1.0/24")
+    assert [enter(there, name, "45.9.9.0/24") for name in ("b", "c")] == [True, False]
+
+
+def test_whose_table_it_is_goes_for_nobody() -> None:
+    there = Places(PeerId("own"))
+    for name in (*(f"a{n}" for n in range(63)), "own"):
+        enter(there, name, "45.9.9.0/24")
+    there.proved(PeerId("new"), "45.9.9.7")
+    assert there.victims(PeerId("new"), ("45.9.9.0/24",), 0.0) == ["a62"]
+    assert not there.is_contested(PeerId("own"))
+
+
 def test_a_group_full_of_peers_that_were_seen_takes_nobody() -> None:
     there = Places()
     for n in range(65):

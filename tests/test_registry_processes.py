@@ -273,3 +273,17 @@ async def test_twelve_peers_agree_through_deaths_restarts_and_a_cut(swarm: Swarm
     await swarm.kill(2)
     await swarm.start(2)  # on its own side of the cut
     await swarm.heal()
+
+
+if "namespaces" in FABRICS:  # elsewhere tests/test_lan.py does it within one process
+
+    async def test_machines_of_one_lan_find_each_other_without_an_address(tmp_path: Path) -> None:
+        """By multicast over real switches. One begins alone; who comes later hears of it, and it of them."""
+        with Namespaces() as network:
+            swarm = Swarm(network, tmp_path, QUICK)
+            try:
+                for index in (0, 1, 2):
+                    await swarm.start(index, ["--lan"])
+                await swarm.agree()
+            finally:
+                await swarm.aclose()

@@ -14,6 +14,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -26,6 +27,7 @@ from routing.placement import Claim
 from routing.spans import Span
 from swarm import AsyncClient
 from swarm.errors import BrokenModel, CapacityError
+from swarm.identity import Identity
 from swarm.registry import PeerEntry
 from swarm.state import StateDir
 from tests.tiny_model import write_tiny_model
@@ -412,3 +414,24 @@ def test_what_a_peer_runs_on_is_checked_when_it_is_made(state: StateDir, model: 
         PeerService(PeerOptions(str(model), layers="x"), state=state)
     assert not state.home.exists()
     assert service_module.DRAIN_S < 30.0  # what the issue promises for the whole of leaving
+
+
+def test_a_peer_is_found_on_its_networks_unless_that_is_left_out(
+    state: StateDir, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By `--no-lan`, by `SWARM_LAN=0`, or by a host that nobody there can dial."""
+    monkeypatch.setattr(service_module, "own_hosts", lambda: ["192.168.1.20", "45.9.9.7", "127.0.0.1"])
+
+    def announced(**options: object) -> list[str] | None:
+        service = PeerService(PeerOptions(str(model), **options), state=state)  # type: ignore[arg-type]
+        service.transport = SimpleNamespace(identity=Identity.ephemeral(), port=7070)  # type: ignore[assignment]
+        lan = service._lan()
+        assert lan is None or lan._announced is not None
+        return None if lan is None or lan._announced is None else list(lan._announced.hosts)
+
+    monkeypatch.setenv("SWARM_LAN", "1")
+    assert announced() == announced(host="0.0.0.0") == ["192.168.1.20", "45.9.9.7"]
+    assert announced(host="192.168.1.21") == ["192.168.1.21"]
+    assert announced(lan=False) is None and announced(host="127.0.0.1") is None
+    monkeypatch.setenv("SWARM_LAN", "0")
+    assert announced() is None
