@@ -120,6 +120,7 @@ class Table:
         self.digests = Digests()
         self._faded: set[PeerId] = set()  # those held that don't count in them
         self._fade_at = 0.0
+        self._compacting = 0  # which part of all this is built anew next, 0 for none
         self.version = 0  # grows with every change
         self.models_version = 0  # grows when a model, or a name of one, comes or goes
 
@@ -548,15 +549,27 @@ class Table:
             del self._gone[peer]
             self.places.forget(peer)
         if self._recent.turn(now, LEASE_INTERVALS * heartbeat_interval_s(len(self._held))):
-            self._compact()
+            self._compacting = self._compacting or 1
+        if self._compacting:
+            self._compact_next()
 
-    def _compact(self) -> None:
-        """Once a lease: a dict or set that was large, or in which much came and went, is larger than it need be."""
-        self._held, self._gone = compacted(self._held), compacted(self._gone)
-        self._by_id, self._paces = compacted(self._by_id), compacted(self._paces)
-        self._faded = set(self._faded)
-        self.places.compact()
-        self.digests.compact()
+    def _compact_next(self) -> None:
+        """Once a lease, one after the other: a dict or set that was large, or in which much came and went, is larger
+        than it need be, and building anew what holds ten thousand takes a millisecond."""
+        match self._compacting:
+            case 1:
+                self._held = compacted(self._held)
+            case 2:
+                self._gone = compacted(self._gone)
+            case 3:
+                self._by_id, self._faded = compacted(self._by_id), set(self._faded)
+            case 4:
+                self._paces = compacted(self._paces)
+            case 5:
+                self.places.compact()
+            case 6:
+                self.digests.compact()
+        self._compacting = (self._compacting + 1) % 7
 
 
 def _is_doubted(past: Held | Gone | None, identifier: bytes, now: float) -> bool:

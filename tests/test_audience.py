@@ -155,3 +155,15 @@ def test_a_client_without_a_snapshot_to_spare_is_given_a_few_records_and_sent_on
             got[to] += len(message.records) if isinstance(message, Delta) else 0
     assert got == {1: 60, 2: 16}
     assert [action.key for action in registry.actions() if isinstance(action, Drop)] == [2]
+
+
+def test_a_client_that_is_being_sent_on_takes_no_room_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There are bytes for one and a half that want everything: the second goes, a third that wants little stays."""
+    registry, _ = source(60)
+    monkeypatch.setattr(audience, "ALWAYS", 0)
+    monkeypatch.setattr(audience, "BYTES_PER_S", 1.5 * price(registry.table, None))
+    for key, only in ((1, None), (2, None), (3, (OTHER,))):
+        if key > 1:
+            registry.attach(key, Identity.ephemeral().peer_id, Kind.SUBSCRIBER, opened_here=False, now=0.0)
+        registry.receive(key, Subscribe(only, snapshot=False), 0.0)
+    assert [one.visitor for one in registry.neighbours] == [False, True, False]

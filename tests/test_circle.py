@@ -163,6 +163,19 @@ def test_nobody_is_dialled_who_said_goodbye_or_whose_lease_is_over() -> None:
     assert a_circle().choose([], table, LEASE_S + 1.0) == [circle.Reach(alive.peer_id)]
 
 
+def test_a_look_at_the_circle_walks_through_the_table_once_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is due: a minute after the last look a neighbour, a random dial and an old address are."""
+    table, walks = a_table(20), []
+    walk = table.held
+    monkeypatch.setattr(table, "held", lambda *only: walks.append(only) or walk(*only))
+    made = a_circle()
+    made.remember("old:1")
+    made.choose(linked(PEERS[30:33]), table, 0.0)
+    walks.clear()
+    found = made.choose(linked(PEERS[30:33]), table, 100.0)
+    assert {type(action) for action in found} == {circle.Reach, circle.ReachAddress} and len(walks) == 1
+
+
 def test_no_more_are_dialled_than_are_wanted_while_the_dials_are_under_way() -> None:
     found = actions_until(a_circle(), linked(PEERS[30:32]), a_table(20), circle.REACH_TIMEOUT_S - circle.CHECK_S)
     assert len(found) == circle.KEPT_NEIGHBOURS - 2

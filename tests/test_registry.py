@@ -8,7 +8,7 @@ import random
 import pytest
 
 from routing.spans import Span
-from swarm import circle
+from swarm import circle, table
 from swarm import registry as registry_module
 from swarm.asks import ASK_TIMEOUT_S
 from swarm.errors import MessageError
@@ -394,6 +394,20 @@ def test_digests_without_end_are_answered_twice_a_second_at_most() -> None:
         registry.receive(key, Digest((bytes(8),) * 64), n / 100)
         answers += sum(isinstance(message, Digest) for _, message in registry.drain(n / 100))
     assert answers == 2
+
+
+def test_no_more_leases_end_in_one_tick_than_in_one_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though a digest is due in the same tick, which is to leave out the dead."""
+    monkeypatch.setattr(table, "LAPSED_AT_ONCE", 4)
+    core = Registry(Identity.from_seed(b"v" * 32), now=0.0, rng=random.Random(0), check=lambda *_: None)
+    for n in range(20):
+        core.table.accept(told(identity=Identity.from_seed(bytes([n]) * 32)), 0.0)
+    core.attach(1, ALICE.peer_id, Kind.GOSSIP, opened_here=False, now=0.0)
+    core.receive(1, GossipHello(False), 0.0)
+    for tick in range(1, 6):
+        core.tick(1000.0 + tick)
+        assert len(core.table) == 20 - 4 * tick
+    assert any(isinstance(message, Digest) for _, message in core.drain(1006.0))
 
 
 def test_who_differs_everywhere_among_very_many_is_offered_some_at_a_time_and_all_in_the_end(
