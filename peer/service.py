@@ -224,7 +224,7 @@ class PeerService:
 
     def _size_up(self) -> None:
         """What of the model would fit here, told in a few lines. Imports torch, so it runs in a thread."""
-
+        self._progress("starting torch", 0, 0)
         options, config = self._options, self.source.config
         self.device = describe_device(options.device)
         stored = str(getattr(config, "dtype", None) or "").removeprefix("torch.")
@@ -392,6 +392,7 @@ class PeerService:
         with told_when_out_of_memory(span):
             model = await self.engine.call(lambda: load_span(source, span, dtype, device, loading))
             await asyncio.to_thread(source.fetch_tensors, names, self._progress)  # nothing changed meanwhile
+            self._progress(f"trying and measuring layers {span}", 0, 0)
             await self.engine.call(lambda: check_it_runs(model))
             self.engine.model = model
             self.pool = KvPool(plan.sizes, span, plan.pool_bytes(span), dtype=model.dtype, device=model.device)
