@@ -11,7 +11,7 @@ Decided from names alone.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from itertools import takewhile
 from pathlib import Path
 
@@ -107,8 +107,8 @@ def _complete(files: ModelFiles, stem: str, parts: list[str]) -> tuple[str, ...]
 
 
 def _several(files: ModelFiles, meant: list[str], models: Mapping[str, list[str]]) -> UsageError:
-    common = _common([plain(stem) for stem in models])
-    told = [plain(stem)[len(common) :] or plain(stem) for stem in meant]
+    short = _short(models)
+    told = [short[stem] for stem in meant]
     more = f" and {len(told) - LISTED} more" if len(told) > LISTED else ""
     if not files.is_remote:
         how = str(Path(files.label) / models[meant[0]][0])
@@ -122,10 +122,19 @@ def _several(files: ModelFiles, meant: list[str], models: Mapping[str, list[str]
     )
 
 
-def _called(word: str, models: Iterable[str]) -> list[str]:
-    """Those in whose name, or folder, it is a word: Q4_K is none in tiny-Q4_K_M."""
+def _called(word: str, models: Collection[str]) -> list[str]:
+    """The one of that name, else those in whose name, or folder, it is a word: Q4_K is none in tiny-Q4_K_M."""
+    exact = [stem for stem, short in _short(models).items() if word.lower() in (short.lower(), stem.lower())]
+    if len(exact) == 1:
+        return exact
     pattern = re.compile(rf"(?<![A-Za-z0-9]){re.escape(word)}(?![A-Za-z0-9_])", re.IGNORECASE)
     return [stem for stem in models if pattern.search(stem)]
+
+
+def _short(models: Collection[str]) -> dict[str, str]:
+    """What tells each model from the others, by stem: Q4_K_M and UD-Q4_K_M of two that begin alike."""
+    common = _common([plain(stem) for stem in models]) if models else ""
+    return {stem: plain(stem)[len(common) :] or plain(stem) for stem in models}
 
 
 def _common(stems: list[str]) -> str:

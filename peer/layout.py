@@ -123,8 +123,6 @@ class Layout:
 def read_layout(files: ModelFiles, progress: Progress) -> Layout:
     """Give every file its role. Raises ModelError when the weights are missing or not safetensors."""
     names = files.sizes
-    if CONFIG not in names:
-        raise _no_config(files)
     return Layout(
         weights=_weight_files(files, progress),
         tokenizer=tuple(name for name in TOKENIZER_FILES if name in names),
@@ -215,8 +213,11 @@ def _no_weights(files: ModelFiles) -> ModelError:
     )
 
 
-def load_config(files: ModelFiles) -> PretrainedConfig:
-    """The transformers config of a model whose small files are here, refusing what we can't run."""
+def load_config(files: ModelFiles, progress: Progress) -> PretrainedConfig:
+    """A model's transformers config, which is all that is fetched. Raises ModelError for what we can't run."""
+    if CONFIG not in files.sizes:
+        raise _no_config(files)
+    files.fetch([CONFIG], progress)
     raw = read_json(files, CONFIG)
     model_type = raw.get("model_type")
     if not isinstance(model_type, str):

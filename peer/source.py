@@ -163,10 +163,10 @@ def _describe(
         fingerprint = canonical_hash(MODEL_DOMAIN, model.hashes(files, progress))
         name = served_name or _servable(served_stem(parts[0]))
         return ModelSource(name, fingerprint, model.config, model.tensors, files, model.bundle)
+    whole = load_config(files, progress)
+    config = _served(whole)  # before anything else is fetched or hashed: it may be hundreds of gigabytes
     layout = read_layout(files, progress)
     files.fetch(layout.small, progress)
-    whole = load_config(files)
-    config = _served(whole)  # before hashing what may be hundreds of gigabytes
     tensors = weights_of(files.headers(layout.weights, progress), quantisation_of(files))
     if not tensors:
         raise BrokenModel(f"{layout.weights[0]} holds no tensors; fetch that file again")

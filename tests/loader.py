@@ -44,7 +44,7 @@ def describe(directory: Path) -> ModelSource:
         return ModelSource("sparse", b"", model.config, model.tensors, files, {})
     layout = read_layout(files, no_progress)
     tensors = weights_of(files.headers(layout.weights, no_progress), quantisation_of(files))
-    return ModelSource("sparse", b"", load_config(files), tensors, files, {})
+    return ModelSource("sparse", b"", load_config(files, no_progress), tensors, files, {})
 
 
 def figures(case: dict[str, Any]) -> dict[str, int]:

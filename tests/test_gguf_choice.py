@@ -62,6 +62,12 @@ def test_what_an_error_says_can_be_typed() -> None:
     assert list(gguf_parts(files(*PUBLISHED), said.partition(":")[2])) == PUBLISHED[3:5]
 
 
+@pytest.mark.parametrize("wanted", ["Q4_K_M", "q4_k_m", "tiny-Q4_K_M"])
+def test_a_name_that_ends_another_name_is_still_a_name(wanted: str) -> None:
+    there = files("tiny-Q4_K_M.gguf", "tiny-UD-Q4_K_M.gguf", "tiny-Q8_0.gguf")
+    assert list(gguf_parts(there, wanted)) == ["tiny-Q4_K_M.gguf"]
+
+
 def test_where_a_word_names_two_the_file_is_said() -> None:
     with pytest.raises(UsageError, match=r"say which: org/name/a/tiny-Q8_0\.gguf$"):
         gguf_parts(files("a/tiny-Q8_0.gguf", "b/tiny-Q8_0.gguf"), "Q8_0")

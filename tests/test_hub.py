@@ -360,6 +360,14 @@ def test_what_cannot_be_served_is_refused_before_any_weight_is_fetched(
     assert weight_downloads(world) == []
 
 
+def test_of_a_family_that_cannot_be_served_the_config_alone_is_fetched(world: World) -> None:
+    change_json(world.model / "config.json", model_type="mamba")
+    world.publish()
+    refusal(world, UnsupportedModel)
+    fetched = [path for method, path, _ in world.hub.requests if method == "GET" and "/resolve/" in path]
+    assert {path.rpartition("/")[2] for path in fetched} == {"config.json"}
+
+
 # -- offline ---------------------------------------------------------------------------------------------
 
 

@@ -247,6 +247,12 @@ def test_no_weights(model: Path, cache: Path) -> None:
     assert "has no weights (model.safetensors" in refusal(model, cache, ModelNotFound)
 
 
+def test_whoever_has_only_a_config_hears_first_that_its_family_cannot_be_served(model: Path, cache: Path) -> None:
+    (model / "model.safetensors").unlink()
+    change_json(model / "config.json", model_type="mamba")
+    assert "a mamba model can't be served" in refusal(model, cache, UnsupportedModel)
+
+
 def test_weights_under_another_name_are_said_to_be_there(model: Path, cache: Path) -> None:
     (model / "model.safetensors").rename(model / "consolidated.safetensors")
     text = refusal(model, cache, ModelNotFound)
