@@ -13,6 +13,8 @@ from rich.text import Text
 
 from peer.checkpoint import Progress
 
+SMALL = 1_000_000  # bytes of which a line isn't worth reading
+
 
 @contextlib.contextmanager
 def terminal_progress(console: Console | None = None) -> Iterator[Progress]:
@@ -25,7 +27,7 @@ def terminal_progress(console: Console | None = None) -> Iterator[Progress]:
         told: set[str] = set()
 
         def line(what: str, done: int, total: int) -> None:
-            if what not in told:
+            if what not in told and not 0 < total < SMALL:
                 told.add(what)
                 size = f" ({total / 1e6:,.0f} MB)" if total else ""
                 print(f"{what}{size} ...", file=sys.stderr, flush=True)

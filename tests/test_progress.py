@@ -41,5 +41,6 @@ def test_without_a_terminal_each_thing_is_told_once(capsys: pytest.CaptureFixtur
     with terminal_progress() as progress:
         for done in (0, 1, 2):
             progress("loading layers 0-3", done, 81_000_000)
+        progress("fetching a config", 0, 800)
         progress("trying them", 0, 0)
     assert capsys.readouterr().err == "loading layers 0-3 (81 MB) ...\ntrying them ...\n"
