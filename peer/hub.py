@@ -316,6 +316,16 @@ def check_disk(directory: Path, needed: int, who: str, remedy: str) -> None:
         )
 
 
+def _disk_failed(error: OSError, path: Path) -> CapacityError:
+    """While files were fetched, after `check_disk` had found room enough."""
+    present = next(folder for folder in (path, *path.parents) if folder.exists())
+    free = shutil.disk_usage(present).free
+    return CapacityError(
+        f"{path} can't be written ({(error.strerror or str(error)).lower()}; {free / 1e9:.2f} GB are free there); "
+        "free some, or set HF_HOME to another disk, and start again: what was fetched stays"
+    )
+
+
 def _reporting(what: str, total: int, progress: Progress) -> type[Any]:
     """A progress bar class that draws nothing and reports to `progress` instead."""
     from huggingface_hub.utils import tqdm  # type: ignore[attr-defined]
@@ -369,7 +379,7 @@ def hub_errors(repo: str, revision: str | None) -> Iterator[None]:
         raise ModelError(f"the hub answered {status} for {repo}; try again later") from error
     except (errors.HTTPError, errors.LocalEntryNotFoundError, OSError) as error:  # type: ignore[attr-defined]
         if getattr(error, "errno", None) in DISK_ERRORS:
-            raise  # names the file itself
+            raise _disk_failed(error, Path(error.filename or constants.HF_HUB_CACHE)) from error
         raise ModelError(
             f"can't reach the hub at {constants.ENDPOINT} ({type(error).__name__}); check the network, "
             "or use a local directory, or HF_HUB_OFFLINE=1 for a model that was fetched before"
