@@ -254,6 +254,7 @@ def test_folders_that_pip_removes_while_the_download_is_measured_are_passed_over
     for name, size in (("kept", 30), ("gone", 900)):
         (tmp_path / name).mkdir()
         (tmp_path / name / "llm_tiny.whl").write_bytes(b"x" * size)
+    (tmp_path / "kept" / "llm_moved.whl").symlink_to("gone by now")
     scandir = os.scandir
 
     def scan(path: Any = ".") -> Any:

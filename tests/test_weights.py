@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from io import FileIO
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from transformers import PreTrainedModel
 
 from peer.outline import outline
 from peer.safetensors_weights import SafetensorsFormat
+from peer.weight_files import Location, StoredTensor
 from peer.weights import load_span, span_prices, span_tensors
 from routing.spans import Span
 from swarm.errors import BrokenModel
@@ -142,6 +144,19 @@ def test_a_file_that_is_cut_while_it_is_read_is_named_with_the_tensor(llama: Fol
         os.truncate(llama.folder / "model.safetensors", 4000)
         with pytest.raises(BrokenModel, match=r"up_proj\.weight can't be read from model\.safetensors \(it ends 6,144"):
             files.fill(torch.empty(48, 32), parts[name][0])
+
+
+def test_a_file_that_is_gone_when_it_is_needed_is_named(llama: FolderCheckpoint) -> None:
+    (llama.folder / "model.safetensors").unlink()
+    with pytest.raises(BrokenModel, match=r"model\.safetensors can't be used: it can't be read \(No such file"):
+        load_span(llama, Span(0, 2), torch.float32)
+
+
+def test_a_disk_that_refuses_is_told_with_the_tensor(tmp_path: Path) -> None:
+    with FileIO(tmp_path / "x", "w") as unreadable:
+        tensor = StoredTensor(unreadable, "x.safetensors", "embed", Location("F32", (1,), 0))
+        with pytest.raises(BrokenModel, match=r"tensor embed can't be read from x\.safetensors \("):
+            tensor.read_into(memoryview(bytearray(4)), 0)
 
 
 def test_a_file_that_became_another_while_it_was_in_use_is_named(llama: FolderCheckpoint) -> None:
