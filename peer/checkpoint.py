@@ -8,9 +8,11 @@ a `WeightFormat`: which stored tensors make up one of the model's, and how each 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from heapq import merge
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
 
     from peer.outline import Outline
 
+SORTED_AT_ONCE = 4096  # a millisecond
+
 Progress = Callable[[str, int, int], None]
 """Called with (what is being done, bytes done, bytes in all); all is 0 while it is not known."""
 
@@ -29,6 +33,13 @@ Progress = Callable[[str, int, int], None]
 def broken(file: str, why: str, remedy: str = "fetch or copy that file again") -> BrokenModel:
     """The error for a file of weights that can't be used."""
     return BrokenModel(f"{file} can't be used: {why}; {remedy}")
+
+
+def in_order(extents: Iterable[tuple[int, int, str]]) -> Iterator[tuple[int, int, str]]:
+    """Sorted, some at a time: sorting as many as a file may have would keep Python's lock for tens of ms."""
+    left = iter(extents)
+    pieces = iter(lambda: sorted(islice(left, SORTED_AT_ONCE)), [])
+    return merge(*pieces)
 
 
 def no_progress(what: str, done: int, total: int) -> None:

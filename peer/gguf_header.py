@@ -19,7 +19,7 @@ from io import FileIO
 from math import prod
 from pathlib import Path
 
-from peer.checkpoint import broken
+from peer.checkpoint import broken, in_order
 from swarm.errors import BrokenModel
 
 MAGIC = b"GGUF"
@@ -229,10 +229,10 @@ def _types() -> Mapping[int, tuple[str, int, int]]:
 
 def _check_extents(tensors: Mapping[str, GgufTensor], file: str, size: int) -> None:
     end, before = 0, ""
-    for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
-        if tensor.offset < end:
+    for offset, nbytes, name in in_order((one.offset, one.nbytes, name) for name, one in tensors.items()):
+        if offset < end:
             raise broken(file, f"tensors {before!r} and {name!r} overlap")
-        end, before = tensor.offset + tensor.nbytes, name
+        end, before = offset + nbytes, name
     if end > size:
         raise broken(file, f"it is truncated: {size:,} of at least {end:,} bytes are there")
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from peer.checkpoint import Progress, TensorSpec
+from peer.json_cursor import JsonCursor
 from peer.quantisation import Quantisation, read_quantisation
 from swarm.canonical import FileHash
 from swarm.errors import BrokenModel, ModelError, ModelNotFound, UnsupportedModel
@@ -47,7 +48,10 @@ UNUSED = (
     "base_model_tp_plan", "base_model_pp_plan", "base_model_ep_plan", "return_dict", "torchscript",
     "output_attentions", "output_hidden_states", "num_labels", "id2label", "label2id",
 )  # fmt: skip
-MAX_JSON_BYTES = 64 << 20  # the largest tokenizers have 33 MB
+MAX_JSON_BYTES = 1 << 20  # of a config; real ones have some kilobytes, and decoding takes up to forty times as much
+MAX_INDEX_BYTES = 24 << 20  # of 100,000 tensors: 9 MB
+MAX_NAME = 1024  # characters, of a tensor or a file
+MAX_METADATA = 4096  # beside the index: how many bytes there are in all, and who wrote it
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
@@ -133,14 +137,9 @@ def read_layout(files: ModelFiles, progress: Progress) -> Layout:
 
 def read_json(files: ModelFiles, name: str) -> dict[str, object]:
     """A small JSON object that is on this machine. Raises BrokenModel with the place of the fault."""
-    path = files.local(name)
-    if path.stat().st_size > MAX_JSON_BYTES:
-        raise BrokenModel(
-            f"{name} of {files.label} has {path.stat().st_size:,} bytes, {MAX_JSON_BYTES:,} are accepted; "
-            "fetch that file again"
-        )
+    data = _read_small(files, name, MAX_JSON_BYTES)
     try:
-        value = json.loads(path.read_bytes())
+        value = json.loads(data)
     except json.JSONDecodeError as error:
         where = f"line {error.lineno}, column {error.colno}: {error.msg}"
         raise BrokenModel(f"{name} of {files.label} isn't JSON ({where}); fetch that file again") from None
@@ -152,6 +151,15 @@ def read_json(files: ModelFiles, name: str) -> dict[str, object]:
     if not isinstance(value, dict):
         raise BrokenModel(f"{name} of {files.label} isn't a JSON object; fetch that file again")
     return value
+
+
+def _read_small(files: ModelFiles, name: str, most: int) -> bytes:
+    path = files.local(name)
+    if (size := path.stat().st_size) > most:
+        raise BrokenModel(
+            f"{name} of {files.label} has {size:,} bytes, {most:,} are accepted; fetch that file again"
+        )
+    return path.read_bytes()
 
 
 def _no_config(files: ModelFiles) -> ModelError:
@@ -172,16 +180,7 @@ def _weight_files(files: ModelFiles, progress: Progress) -> tuple[str, ...]:
     if WEIGHTS_INDEX not in names:
         raise _no_weights(files)
     files.fetch([WEIGHTS_INDEX], progress)
-    weight_map = read_json(files, WEIGHTS_INDEX).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise BrokenModel(f"{WEIGHTS_INDEX} of {files.label} lists no weights; fetch that file again")
-    strange = [shard for shard in weight_map.values() if not _is_file_name(shard)]
-    if strange:
-        raise BrokenModel(
-            f"{WEIGHTS_INDEX} of {files.label} names {strange[0]!r}, which can't be a file beside it; "
-            "fetch that file again"
-        )
-    shards = sorted(set(weight_map.values()))
+    shards = _shards(files)
     missing = [shard for shard in shards if shard not in names]
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
@@ -190,6 +189,38 @@ def _weight_files(files: ModelFiles, progress: Progress) -> tuple[str, ...]:
             "fetch the missing files"
         )
     return tuple(shards)
+
+
+def _shards(files: ModelFiles) -> list[str]:
+    """The weight files that the index names, each once. Raises BrokenModel."""
+
+    def wrong(why: str = "isn't JSON as an index of weights has it") -> BrokenModel:
+        return BrokenModel(f"{WEIGHTS_INDEX} of {files.label} {why}; fetch that file again")
+
+    data = _read_small(files, WEIGHTS_INDEX, MAX_INDEX_BYTES)
+    if not data.isascii() and 4 * len(data) > MAX_INDEX_BYTES:  # such text takes Python four bytes a character
+        raise wrong(f"has {len(data):,} bytes that aren't all ASCII")
+    try:
+        cursor, shards = JsonCursor(data.decode(), wrong), set[str]()
+    except UnicodeDecodeError:
+        raise wrong() from None
+    for part in cursor.names(MAX_NAME):
+        if part != "weight_map":
+            cursor.value(MAX_METADATA)
+            continue
+        if not cursor.stands("{"):
+            raise wrong("lists no weights")
+        for _ in cursor.names(MAX_NAME):
+            shard = cursor.value(MAX_NAME)
+            if not _is_file_name(shard):
+                raise wrong(f"names {shard!r}, which can't be a file beside it")
+            shards.add(str(shard))
+            if len(shards) > len(files.sizes):
+                return sorted(shards)  # some are missing
+    cursor.end()
+    if not shards:
+        raise wrong("lists no weights")
+    return sorted(shards)
 
 
 def _is_file_name(name: object) -> bool:

@@ -3,22 +3,21 @@
 Layout (https://huggingface.co/docs/safetensors/index#format): 8 bytes little-endian length N, N bytes of
 JSON, then the tensors' bytes, in order and without a hole. Invariant: a header that is accepted describes
 exactly the bytes that the file has, so that no later read can run past its end; and whatever it holds, reading it
-takes less than 64 MiB: its members are decoded one after the other, since JSON that holds nothing but empty
-lists takes twenty times its size once it is decoded.
+takes less than 64 MiB (`JsonCursor`).
 """
 
 from __future__ import annotations
 
-import json
 import math
 import os
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
-from peer.checkpoint import TensorSpec, broken
+from peer.checkpoint import TensorSpec, broken, in_order
+from peer.json_cursor import JsonCursor
 from swarm.errors import BrokenModel
 
 # Far above what is shared (19,000 tensors of a mixture of experts in one file: 2.5 MB), far below the 100 MB that
@@ -107,62 +106,24 @@ def _wrong(file: str, name: str) -> BrokenModel:
     return broken(file, f"its header describes tensor {name!r} wrongly")
 
 
-_SPACE = re.compile(r"[ \t\r\n]{0,4096}")  # between two words; 12 MB of it would keep Python's lock for long
-
-
 def _members(text: str, file: str) -> Iterator[tuple[str, object]]:
     """The members of the one object that `text` is, but for the metadata, which nothing here uses."""
-    at, first = _step(text, 0, "{", file), True
-    while not _stands(text, at, "}"):
-        name, at = _value(text, at if first else _step(text, at, ",", file), MAX_NAME, file)
-        if not isinstance(name, str):
-            raise _not_json(file)
-        at = _step(text, at, ":", file)
-        value, at = _value(text, at, MAX_METADATA if name == METADATA else MAX_ENTRY, file)
-        if name != METADATA:
-            yield name, value
-        first = False
-    if text[_step(text, at, "}", file) :].strip(" \t\r\n"):
-        raise _not_json(file)
+    cursor = JsonCursor(text, partial(_not_json, file))
+    for name in cursor.names(MAX_NAME):
+        if name == METADATA:
+            _step_over_metadata(cursor, file)
+        else:
+            yield name, cursor.value(MAX_ENTRY)
+    cursor.end()
 
 
-def _value(text: str, at: int, most: int, file: str) -> tuple[object, int]:
-    """What begins at `at` and takes no more than `most` characters, and the place behind it."""
-    at = _behind_space(text, at)
-    try:
-        value, length = _DECODER.raw_decode(text[at : at + most])
-    except (ValueError, RecursionError):
-        raise _not_json(file) from None
-    return value, at + length
-
-
-def _behind_space(text: str, at: int) -> int:
-    found = _SPACE.match(text, at)
-    assert found is not None, "it matches nothing too"
-    return found.end()
-
-
-def _stands(text: str, at: int, expected: str) -> bool:
-    """Whether `expected` comes next, spaces aside."""
-    return text.startswith(expected, _behind_space(text, at))
-
-
-def _step(text: str, at: int, expected: str, file: str) -> int:
-    """The place behind `expected`, which has to come next, spaces aside."""
-    if not _stands(text, at, expected):
-        raise _not_json(file)
-    return _behind_space(text, at) + 1
-
-
-def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """Refuses a name that occurs twice: what is checked here and what another reader takes would differ."""
-    made = dict(pairs)
-    if len(made) < len(pairs):
-        raise ValueError
-    return made
-
-
-_DECODER = json.JSONDecoder(object_pairs_hook=_unique)
+def _step_over_metadata(cursor: JsonCursor, file: str) -> None:
+    """An object of texts."""
+    end = cursor.at + MAX_METADATA
+    for _ in cursor.names(MAX_NAME):
+        cursor.string(MAX_METADATA)
+        if cursor.at > end:
+            raise broken(file, f"its metadata has more than {MAX_METADATA:,} characters")
 
 
 def _exactly(read: Read, start: int, stop: int, file: str, size: int) -> bytes:
@@ -186,7 +147,7 @@ def _described(
         tensors[name], (start, stop) = _tensor(name, entry, file)
         extents.append((start, stop, name))
     end, before = 0, "the header"
-    for start, stop, name in sorted(extents):
+    for start, stop, name in in_order(extents):
         if start != end:
             fault = f"overlaps {before}" if start < end else f"leaves a gap after {before}"
             raise broken(

@@ -170,6 +170,45 @@ def test_nothing_runs_what_was_read_as_data(path: Path) -> None:
     assert strangers_code(path.read_text("utf-8")) == ALLOWED.get(name_of(path), set())
 
 
+def reached(module: str, seen: set[str]) -> set[str]:
+    """The modules of ours that one imports, those that these import, and so on; in functions too."""
+    path = ROOT / f"{module.replace('.', '/')}.py"
+    if module not in seen and path.exists():
+        seen.add(module)
+        for name, inner in imported(ast.parse(path.read_text("utf-8")), module.partition(".")[0]):
+            reached(name, seen)
+            reached(f"{name}.{inner}", seen)
+    return seen
+
+
+READS_FILES = {
+    f"peer.{name}"
+    for name in ("source", "directory", "hub", "layout", "json_cursor", "weights", "safetensors_header", "gguf_header",
+                 "gguf_config", "gguf_tokenizer", "tokenizer_bundle", "fingerprint")
+}  # fmt: skip
+
+
+def test_nothing_that_answers_strangers_can_read_a_models_files() -> None:
+    """They are read once, in a thread, before a peer serves: what a bad one costs holds nobody's step."""
+    answering = {module for path in sources("swarm") for module in reached(f"swarm.{path.stem}", set())}
+    for module in ("peer.server", "peer.handout"):
+        answering |= reached(module, set())
+    assert answering & READS_FILES == set()
+    assert reached("peer.service", set()) >= READS_FILES, "or this looks for what isn't there"
+
+
+def test_who_answers_strangers_is_known() -> None:
+    """Whoever takes messages of a stranger is among those that the test before this one looks at."""
+    taking = {name_of(path) for layer in ("swarm", "peer") for path in sources(layer) if takes_messages(path)}
+    assert taking == {"swarm/node.py", "peer/server.py", "peer/service.py"}
+    service = (ROOT / "peer/service.py").read_text("utf-8")
+    assert service.count("transport.handle(") == service.count("transport.handle(GetFiles, handout.answer)") == 1
+
+
+def takes_messages(path: Path) -> bool:
+    return ".handle(" in path.read_text("utf-8")
+
+
 def test_the_command_imports_peer_only_inside_the_commands_that_need_it() -> None:
     tree = ast.parse((ROOT / "cli.py").read_text("utf-8"))
     outside = [node for node in tree.body if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]

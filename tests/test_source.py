@@ -5,6 +5,7 @@ import os
 import struct
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -353,6 +354,41 @@ def test_an_index_that_leads_out_of_the_directory_is_named(sharded: Path, cache:
     assert f"names {shard!r}, which can't be a file beside it" in text
 
 
+def test_an_index_is_read_in_pieces_whatever_stands_around_its_map(sharded: Path, cache: Path) -> None:
+    index = sharded / "model.safetensors.index.json"
+    said = json.loads(index.read_text())
+    index.write_text(json.dumps({"weight_map": said["weight_map"], "metadata": {"by": "é" * 400}}, indent=4) + "\n")
+    found = {spec.file for spec in resolve(sharded, cache).tensors.values()}
+    assert found == {shard for name, shard in said["weight_map"].items() if name in weights()}
+
+
+@pytest.mark.parametrize("behind", ["x", "{}", ", {}"])
+def test_an_index_with_something_behind_it_is_none(sharded: Path, cache: Path, behind: str) -> None:
+    index = sharded / "model.safetensors.index.json"
+    index.write_text(index.read_text() + behind)
+    assert "isn't JSON as an index of weights has it" in refusal(sharded, cache, BrokenModel)
+
+
+@pytest.mark.parametrize(
+    "hostile",
+    [
+        '{"weight_map":{' + ",".join(f'"{n}":"w{n}"' for n in range(1_000_000)) + "}}",
+        '{"weight_map":' + "[]," * 7_000_000,
+    ],
+    ids=["a million files", "21 MB of empty lists"],
+)
+def test_a_hostile_index_fills_no_memory(sharded: Path, cache: Path, hostile: str) -> None:
+    index = sharded / "model.safetensors.index.json"
+    index.write_text(hostile)
+    tracemalloc.start()
+    try:
+        text = refusal(sharded, cache, BrokenModel)
+        assert tracemalloc.get_traced_memory()[1] < 64 << 20
+    finally:
+        tracemalloc.stop()
+    assert "lacks w" in text or "lists no weights" in text
+
+
 def test_a_tensor_that_two_shards_have_is_named_with_both(sharded: Path, cache: Path) -> None:
     one, two = (sharded / f"model-0000{number}-of-00005.safetensors" for number in (2, 4))
     tensors = load_file(one)
@@ -477,8 +513,8 @@ def test_a_config_that_no_json_reader_takes_is_refused(model: Path, cache: Path,
 
 def test_a_config_larger_than_any_is_refused_unread(model: Path, cache: Path) -> None:
     with (model / "config.json").open("ab") as file:
-        file.truncate(65 << 20)
-    assert "67,108,864 are accepted" in refusal(model, cache, BrokenModel)
+        file.truncate((1 << 20) + 1)
+    assert "1,048,576 are accepted" in refusal(model, cache, BrokenModel)
 
 
 @pytest.mark.parametrize("change", [{"num_hidden_layers": 1 << 31}, {"text_config": {"n_layer": 4097}}])
