@@ -11,17 +11,20 @@ import asyncio
 import contextlib
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
+from io import BytesIO
 
 from swarm.chains import LiveModel
 from swarm.errors import MessageError, NoRoute, SwarmError, TemplateFailed, TokenizerFailed, Unreachable
 from swarm.identity import PeerId
 from swarm.link import Link
 from swarm.messages import Files, GetFiles
+from swarm.packing import Buffer
 from swarm.prompts import Prompt
 from swarm.registry import PeerEntry
 from swarm.tokenizer import MAX_FILE_BYTES, EncodedPrompt, TextCodec, TokenizerProcess, bundle_hash
 
 FILES_TIMEOUT_S = 30.0    # a big tokenizer over a slow line
+COPIED_AT_ONCE = 1 << 20  # bytes; half a millisecond
 MAX_FILES_BYTES = sum(MAX_FILE_BYTES.values()) + (1 << 20)  # each at its own limit, and what we don't read
 MOST_ASKED_FOR_FILES = 8  # peers that are asked for the tokenizer, one after the other; all but the dead have it
 MOST_CODECS = 8           # tokenizers kept, each with its processes; the oldest goes first
@@ -150,10 +153,18 @@ async def _started() -> TokenizerProcess:
 
 
 def _checked(answer: Files, peer: PeerId, wanted: bytes) -> dict[str, bytes]:
-    files = {name: bytes(tensor.data) for name, tensor in answer.tensors.items()}
+    files = {name: _copied(tensor.data) for name, tensor in answer.tensors.items()}
     if bundle_hash(files) != wanted:
         raise MessageError(f"peer {peer[:8]} sent a tokenizer that isn't the one it signed for")
     return files
+
+
+def _copied(data: Buffer) -> bytes:
+    """In pieces: 64 MiB at once would keep Python's lock from the event loop for 30 ms."""
+    view, whole = memoryview(data), BytesIO()
+    for at in range(0, len(view), COPIED_AT_ONCE):
+        whole.write(view[at : at + COPIED_AT_ONCE])
+    return whole.getvalue()
 
 
 def _read(files: dict[str, bytes], process: TokenizerProcess) -> TextCodec:

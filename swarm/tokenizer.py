@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -30,12 +29,16 @@ from swarm.template import MAX_TEMPLATE_BYTES, TemplateLimits, TemplateRenderer
 from swarm.vocabulary import MAX_SPELLINGS_BYTES, MAX_VOCABULARY, Vocabulary
 
 MAX_FILE_BYTES = {
-    "tokenizer.json": 64 << 20,  # the largest known, Gemma 3's, has 33 MB
+    "tokenizer.json": 48 << 20,  # the largest known, Gemma 3's, has 33 MB
     "tokenizer_config.json": 4 << 20,  # lists every added token
     "special_tokens_map.json": 1 << 20,
     "chat_template.jinja": MAX_TEMPLATE_BYTES,
     "model.json": 64 << 10,
 }
+# An id has a byte of what normalizing made of the text, which Unicode's normal forms make eleven times as long at most;
+# and special ones.
+MAX_IDS_PER_BYTE, MAX_IDS = 16, 1024
+IDS_AT_ONCE = 1 << 16  # a millisecond
 BUNDLE_DOMAIN = b"layerswarm tokenizer 1\n"
 
 __all__ = ["EncodedPrompt", "IncrementalText", "TextCodec", "TokenizerLimits", "TokenizerProcess", "bundle_hash"]
@@ -85,9 +88,10 @@ class TokenizerProcess:
     def encode(self, text: str, special: bool) -> tuple[int, ...]:
         """special: add the special tokens that begin or end a text. Raises MessageError, TokenizerFailed."""
         seconds = self.limits.encode_s + self.limits.encode_s_per_character * len(text)
-        answer = self._confined.ask(Said({"do": "encode", "special": special}, (text.encode(),)), seconds)
+        data = text.encode()
+        answer = self._confined.ask(Said({"do": "encode", "special": special}, (data,)), seconds)
         _usable(answer)
-        return ids_of(answer)
+        return ids_of(answer, MAX_IDS + MAX_IDS_PER_BYTE * len(data))
 
     def close(self) -> None:
         self._confined.close()
@@ -98,11 +102,19 @@ def _usable(answer: Said) -> None:
         raise MessageError(one_line(answer.fields["unusable"]))
 
 
-def ids_of(answer: Said) -> tuple[int, ...]:
-    """Of an answer to "encode". Raises TokenizerFailed if it isn't one."""
+def ids_of(answer: Said, most: int) -> tuple[int, ...]:
+    """Of an answer to "encode". Raises TokenizerFailed if it isn't one, or has more than `most`.
+
+    Read some at a time: a million at once would keep Python's lock from the event loop for 25 ms."""
     if len(answer.blobs) != 1 or len(answer.blobs[0]) % 4 or len(answer.blobs[0]) > 4 * MAX_POSITION:
         raise TokenizerFailed("it didn't answer with ids")
-    return tuple(array("I", answer.blobs[0]))
+    found = memoryview(answer.blobs[0]).cast("I")
+    if len(found) > most:
+        raise TokenizerFailed(f"it made {len(found):,} ids of a text that can have {most:,} at most")
+    ids: list[int] = []
+    for at in range(0, len(found), IDS_AT_ONCE):
+        ids.extend(found[at : at + IDS_AT_ONCE])
+    return tuple(ids)
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,9 @@ from tokenizers import Tokenizer, models
 
 from swarm.errors import MessageError
 
-MAX_VOCABULARY = 1 << 22  # the largest known has 2**18 entries
+MAX_VOCABULARY = 1 << 20  # the largest known has 2**18 entries
 MAX_TOKEN_CHARACTERS = 1024  # real ones end at some hundred spaces; an answer has thousands of tokens
-MAX_SPELLINGS_BYTES = 64 << 20  # as a whole tokenizer.json
+MAX_SPELLINGS_BYTES = 16 << 20  # those of 2**18 entries: 2 MB
 MAX_DECODER_STEPS = 8  # real ones have up to 5; each looks at every character
 MAX_DECODER_GROWTH = 8.0  # of a text by replacements; real ones keep its length, or shorten it
 MAX_DECODER_TEXT = 64  # characters of a step's prefix, pattern, ...; real ones have up to 4
@@ -65,7 +65,7 @@ class Vocabulary:
         """decoder: its definition as tokenizer.json has it. Raises MessageError."""
         if len(kinds) > MAX_VOCABULARY or len(ends) != 4 * len(kinds) or len(texts) > MAX_SPELLINGS_BYTES:
             raise MessageError(f"a vocabulary of {len(kinds)} tokens, {len(ends)} and {len(texts)} bytes")
-        self._texts, self._ends, self._kinds = texts, array("I", ends), kinds
+        self._texts, self._ends, self._kinds = texts, memoryview(ends).cast("I"), kinds
         steps = list(_steps(decoder))
         for step in steps:
             _check(step)

@@ -75,6 +75,15 @@ def test_a_regular_expression_that_takes_for_ever_costs_its_limit_and_the_next_p
     assert codec.decode(codec.encode_prompt_blocking("The quick", raw=True).ids).strip() == "The quick"
 
 
+def test_ids_without_number_for_a_short_text_are_refused_before_they_are_read(read: Any) -> None:
+    tokenizer = byte_level()
+    tokenizer.normalizer = normalizers.Replace("a", "b" * 4_000)
+    codec = read(bundle(tokenizer))
+    with pytest.raises(TokenizerFailed, match=r"made 4,000 ids of a text that can have 1,040 at most"):
+        codec.encode_prompt_blocking("a", raw=True)
+    assert codec.encode_prompt_blocking("The quick", raw=True).ids
+
+
 @pytest.mark.parametrize("files", ENDLESS.values(), ids=ENDLESS)
 async def test_the_event_loop_is_free_meanwhile_and_closing_ends_it(read: Any, files: Any) -> None:
     slow, quick = read(files(), TokenizerLimits(encode_s=600.0)), read(bundle())

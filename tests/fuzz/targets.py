@@ -440,7 +440,7 @@ def feed_tokenizer(data: bytes) -> bool:
     answer = asked(worker, {"do": "load", "names": list(wanted)}, *wanted.values())
     loaded = tokenizer.Loaded.of(answer)
     text = "The quick brown fox, 你好 👋🏽\n\x00".encode()
-    ids = tokenizer.ids_of(asked(worker, {"do": "encode", "special": True}, text))
+    ids = tokenizer.ids_of(asked(worker, {"do": "encode", "special": True}, text), 1 << 20)
     codec = tokenizer.TextCodec(facts, loaded, tokenizer.TokenizerProcess(), template.TemplateRenderer())
     answer_text = codec.detokenizer(["fox"])
     for token in (*ids, 0, 1, 2, 5, 300, 4095):
