@@ -60,7 +60,8 @@ class Stream:
         self.link.connection.configure(self.id, max_message_bytes=value)
 
     def admit(self, check: Admit) -> None:
-        """check(values, specs) may raise MessageError once a message's map is here, before its tensors."""
+        """check(values, specs) may raise MessageError once a message's map is here, before its tensors. Raises that
+        at once if one is here already."""
         self.link.connection.configure(self.id, admit=check)
 
     @property

@@ -235,7 +235,8 @@ class Connection:
     def configure(
         self, stream: int, *, max_message_bytes: int | None = None, admit: Admit | None = None
     ) -> None:
-        """admit(values, specs): may raise MessageError once a message's map is here, before its tensors."""
+        """admit(values, specs): may raise MessageError once a message's map is here, before its tensors. Raises that
+        at once if one is here already."""
         state = self._streams.get(stream)
         if state is None:
             return
@@ -243,6 +244,8 @@ class Connection:
             state.max_message_bytes = max_message_bytes
         if admit is not None:
             state.admit = admit
+            if state.head is not None:
+                state.check_head()
 
     def send(self, stream: int, message: Message, priority: Priority = Priority.CONTROL) -> None:
         """Queue a message, whole. Raises StreamClosed (nothing queued) if the stream takes no more.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import struct
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -21,7 +22,7 @@ from swarm import messages
 from swarm.addresses import Address
 from swarm.buckets import BucketTable
 from swarm.errors import MessageError, StreamClosed, Unreachable
-from swarm.flow import Priority
+from swarm.flow import DATA, Priority
 from swarm.generation import Generation
 from swarm.identity import Identity, PeerId
 from swarm.link import Link, Stream
@@ -52,6 +53,7 @@ from swarm.messages import (
     Working,
     encode,
 )
+from swarm.packing import pack
 from swarm.records import open_descriptor, sign_record
 from swarm.tensors import RawTensor, ids_tensor
 from tests.stranger import Stranger, hidden, open_message, ref, within
@@ -258,6 +260,14 @@ def liar(peers: TinySwarm) -> HopRef:
     return HopRef(NOBODY, 2, ref(peers, "b").descriptor)
 
 
+def of_other_type(peers: TinySwarm) -> HopRef:
+    """It serves what b serves, but takes other numbers."""
+    signer = Identity.from_seed(bytes([1]) * 32)
+    served = open_descriptor(ref(peers, "b").descriptor)
+    mine = dataclasses.replace(served, peer=signer.peer_id, numerics="cuda/bfloat16/none/0")
+    return HopRef(signer.peer_id, 2, sign_record(signer, mine))
+
+
 def other_start(name: str, start: int) -> Callable[[TinySwarm], HopRef]:
     return lambda peers: ref(peers, name, start)
 
@@ -281,6 +291,9 @@ WELL_FORMED: dict[str, tuple[str, Attack]] = {
     ),
     "open: next doesn't serve that layer": opening(
         "a", "doesn't serve layer 2", 22, next=other_start("c", 2), last=other_start("c", 2)
+    ),
+    "open: next takes another type": opening(
+        "a", "as bfloat16, here they are float32", 23, next=of_other_type, last=of_other_type
     ),
     "resume: too far": resuming("doesn't fit", 30, resume(resume_at=70, ids=ids(*[1] * 71), limit=80)),
     "resume: more than it has": resuming("doesn't fit", 31, resume(have=1, resume_at=1, ids=ids(1, 1))),
@@ -420,6 +433,20 @@ async def test_a_step_over_the_reservation_isnt_the_fault_of_whoever_took_it(tin
     assert isinstance(fault, Fault) and (fault.what, fault.other) == ("room", stranger.me)
     for stream in (control, steps):
         stream.reset("done")
+
+
+async def test_a_step_that_nobody_could_take_is_refused_before_its_rows_have_come(
+    tiny: Tiny, stranger: Stranger
+) -> None:
+    """Its map and the first of its rows are here, and no more: memory for the rest was never taken."""
+    control = await stranger.chained(session(1))
+    steps = await stranger.say("b", *stranger.steps(session(1)))
+    whole = b"".join(pack(*encode(Step(hidden(2048, width=31), 1, 0, 0))))
+    first = struct.pack(">BBI", DATA, Priority.PREFILL << 1, steps.id) + whole[:400]  # no LAST among its flags
+    sealed = steps.link.connection._sender.encrypt(first)
+    steps.link._transport.write(struct.pack(">H", len(sealed)) + sealed)
+    assert "float32 [n, 32]" in await stranger.why_ended(steps)
+    control.reset("done")
 
 
 async def test_an_id_that_is_none_is_blamed_on_the_last_hop(tiny: Tiny, stranger: Stranger) -> None:

@@ -309,6 +309,12 @@ def test_a_streams_own_check_refuses_tensors_before_they_come() -> None:
     pair.carry(pair.a, pair.b)
     (reset,) = pair.events(pair.b, StreamReset)
     assert "this model's width is 10" in reset.reason
+    pair.run()
+    late = pair.a.open_stream()
+    pair.a.send(late, step(900_000, 3), Priority.DECODE)
+    pair.carry(pair.a, pair.b)
+    with pytest.raises(MessageError, match="this model's width is 10"):
+        pair.b.configure(late, admit=admit)
 
 
 def test_what_a_connection_may_hold_in_all_is_bounded() -> None:
