@@ -7,10 +7,13 @@ returns what the event loop then does in one go.
 from __future__ import annotations
 
 import json
+import os
 import random
 import struct
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
+from threading import Thread
 from typing import Any
 
 import msgpack
@@ -19,6 +22,8 @@ from peer.gguf_header import read_gguf_header
 from peer.safetensors_header import parse_header
 from swarm import addresses as address_module
 from swarm import messages, packing
+from swarm.bundles import _checked
+from swarm.confined import Said, read_answer
 from swarm.flow import DATA, END, MAX_PART, RESET, WINDOW, Priority
 from swarm.identity import Identity, PeerId
 from swarm.link import RECEIVE_SLICE
@@ -27,6 +32,8 @@ from swarm.noise import Handshake, Preamble
 from swarm.records import open_record
 from swarm.registry import Kind, Registry, in_parts
 from swarm.tensors import RawTensor, check_ids, ids_tensor, read_ids
+from swarm.tokenizer import MAX_FILE_BYTES, Loaded, bundle_hash, ids_of
+from swarm.vocabulary import MAX_SPELLINGS_BYTES, MAX_VOCABULARY, TEXT
 from swarm.wire import LAST
 from tests.fuzz import samples, targets
 from tests.wire_pair import Pair, connected
@@ -377,6 +384,38 @@ def safetensors() -> Cases:
         ("12 MB of spaces", spaces),
     ):
         yield label, lambda text=text: partial(_parsed, text.encode())  # type: ignore[misc]
+
+
+def bundles() -> Cases:
+    """What a client reads, in threads, of the tokenizer that a peer hands out, and of the process that reads it."""
+    files = {name: bytes(most) for name, most in MAX_FILE_BYTES.items()}
+    wanted = bundle_hash(files)
+    sent = {name: RawTensor("uint8", (len(data),), memoryview(data)) for name, data in files.items()}
+    yield "files as large as may be", lambda: partial(_checked, messages.Files(sent), PeerId("somebody"), wanted)
+    count = MAX_VOCABULARY
+    ends = array("I", range(16, 16 * count + 1, 16)).tobytes()
+    known = (bytes(MAX_SPELLINGS_BYTES), ends, bytes([TEXT]) * count, b"")
+    deep = {"variables": {f"{n}": "" for n in range(4_000)}, "x": [[]] * 40_000}
+    yield "as many tokens as may be", lambda: partial(_answered, {"variables": {}}, known, Loaded.of)
+    yield "an answer full of empty lists", lambda: partial(_answered, deep, known, Loaded.of)
+    many = array("I", range(1 << 20)).tobytes()
+    yield "1,048,576 ids", lambda: partial(_answered, {}, (many,), partial(ids_of, most=1 << 20))
+
+
+def _answered(fields: dict[str, Any], blobs: Sequence[bytes], read: Callable[[Said], object]) -> None:
+    """From a pipe, as the process would send it."""
+    head = json.dumps({**fields, "sizes": [len(blob) for blob in blobs]}, separators=(",", ":")).encode() + b"\n"
+    reading, writing = os.pipe()
+    with open(reading, "rb") as pipe:
+        Thread(target=_write, args=(writing, [head, *blobs])).start()
+        answer = read_answer(pipe, 128 << 20)
+        assert answer is not None
+        read(answer)
+
+
+def _write(descriptor: int, parts: Sequence[bytes]) -> None:
+    with open(descriptor, "wb") as pipe:
+        pipe.writelines(parts)
 
 
 def _parsed(header: bytes) -> object:

@@ -3,13 +3,15 @@
 For each parser of the wire and of files the inputs of the fuzzer, and the dearest that could be thought of, made by
 hand within the limits: the largest map full of nothing, records that open as many streams as they can, a header of as
 many tensors as are accepted. One input is what the loop takes in one go: a slice of what arrived, a message, a part
-of one. What isn't read in the loop (files, in a thread) holds it for as long as Python's lock is held: that is
-measured as the longest gap in a loop that does nothing else meanwhile.
+of one. What is read in a thread holds the loop for as long as Python's lock is held: that is measured as the longest
+gap in a loop that does nothing else meanwhile. The files of a model are read in a thread before a peer serves anybody,
+and by nothing that a stranger could say (`test_nothing_that_answers_strangers_can_read_a_models_files`): for how long
+they hold the loop is told, and has no target.
 
 An input's time is the least of several runs, since the machine's own pauses aren't the parser's. Memory is what
 Python allocates at its peak (`tracemalloc`), the input itself aside.
 
-    python -m benchmarks.parsers [--inputs N] [--json]
+    python -m benchmarks.parsers [--only PARSER ...] [--inputs N] [--json]
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ import sys
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -36,7 +38,7 @@ TARGET_S = 0.010
 TARGET_BYTES = 64 << 20
 AGAIN = 5  # runs of each of the slowest
 SLOWEST = 4  # inputs of a parser that are run again
-WEIGHED = 150  # inputs of the fuzzer whose memory is measured, which makes them several times as slow
+WEIGHED = 60  # inputs of the fuzzer whose memory is measured, which makes them several times as slow
 SEED = 1
 
 Work = Callable[[], object]
@@ -52,12 +54,12 @@ class Case:
 
 @dataclass(frozen=True)
 class Parser:
-    """name: of the fuzzer's target too, if `fuzzed`. in_loop: else in a thread."""
+    """name: of the fuzzer's target too, if `fuzzed`. where: in the "loop", in a "thread", or at the "start" in one."""
 
     name: str
     by_hand: Callable[[], Iterator[tuple[str, Callable[[], Work]]]] = lambda: iter(())
     fuzzed: bool = True
-    in_loop: bool = True
+    where: str = "loop"
 
 
 @dataclass
@@ -68,7 +70,14 @@ class Measured:
     worst: str = ""
     most_bytes: int = 0
     most: str = ""
-    times: list[tuple[float, Case]] = field(default_factory=list)
+
+    @property
+    def quick(self) -> bool:
+        return self.worst_s <= TARGET_S or self.parser.where == "start"
+
+    @property
+    def small(self) -> bool:
+        return self.most_bytes <= TARGET_BYTES
 
 
 PARSERS = (
@@ -82,9 +91,10 @@ PARSERS = (
     Parser("gossip", costly.gossip),
     Parser("a model's facts", costly.facts),
     Parser("addresses", costly.addresses),
-    Parser("safetensors headers", costly.safetensors, in_loop=False),
-    Parser("GGUF headers", costly.gguf, in_loop=False),
-    Parser("model configurations", costly.configurations, in_loop=False),
+    Parser("a tokenizer's files", costly.bundles, fuzzed=False, where="thread"),
+    Parser("safetensors headers", costly.safetensors, where="start"),
+    Parser("GGUF headers", costly.gguf, where="start"),
+    Parser("model configurations", costly.configurations, where="start"),
 )
 
 
@@ -145,7 +155,7 @@ def measure(parser: Parser, inputs: int) -> Measured:
     timed = sorted(((seconds(case), place) for place, case in enumerate(all_cases)), reverse=True)
     for _, place in timed[:SLOWEST]:
         case = all_cases[place]
-        took = min(seconds(case) if parser.in_loop else asyncio.run(held_s(case)) for _ in range(AGAIN))
+        took = min(seconds(case) if parser.where == "loop" else asyncio.run(held_s(case)) for _ in range(AGAIN))
         if took > found.worst_s:
             found.worst_s, found.worst = took, case.label
     by_hand = [place for place, case in enumerate(all_cases) if not case.label.startswith("fuzzed")]
@@ -159,18 +169,18 @@ def measure(parser: Parser, inputs: int) -> Measured:
 
 
 def line_of(one: Measured) -> str:
-    missed = " MISSED" if one.worst_s > TARGET_S or one.most_bytes > TARGET_BYTES else ""
-    place = "loop  " if one.parser.in_loop else "thread"
+    missed = "" if one.quick and one.small else " MISSED"
     return (
-        f"{one.parser.name:28} {place} {one.inputs:6,}  {1e3 * one.worst_s:7.2f} ms  {one.worst:44.44} "
+        f"{one.parser.name:28} {one.parser.where:6} {one.inputs:6,}  {1e3 * one.worst_s:7.2f} ms  {one.worst:44.44} "
         f"{one.most_bytes / (1 << 20):7.2f} MiB  {one.most:40.40}{missed}"
     )
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--inputs", type=int, default=1500, help="of the fuzzer, for each parser at most")
-    parser.add_argument("--only", help="one parser", choices=[one.name for one in PARSERS])
+    names = [one.name for one in PARSERS]
+    parser.add_argument("--inputs", type=int, default=500, help="of the fuzzer, for each parser at most")
+    parser.add_argument("--only", help="this parser; may be given again", choices=names, action="append")
     parser.add_argument("--json", action="store_true", help="accepted for uniformity: the last line always is JSON")
     options = parser.parse_args()
     logging.disable(logging.CRITICAL)
@@ -178,14 +188,14 @@ def main() -> int:
     results: dict[str, Any] = {}
     wanted: dict[str, Any] = {}
     for one in PARSERS:
-        if options.only in (None, one.name):
+        if one.name in (options.only or names):
             found = measure(one, options.inputs)
             print(line_of(found), flush=True)
             held_ms, mib = round(1e3 * found.worst_s, 3), round(found.most_bytes / (1 << 20), 3)
             results[one.name] = {"held_ms": held_ms, "held_by": found.worst, "mib": mib, "mib_by": found.most}
-            quick, small = found.worst_s <= TARGET_S, found.most_bytes <= TARGET_BYTES
-            wanted[f"{one.name}: ms"] = {"value": held_ms, "target": 1e3 * TARGET_S, "met": quick}
-            wanted[f"{one.name}: MiB"] = {"value": mib, "target": TARGET_BYTES >> 20, "met": small}
+            if one.where != "start":
+                wanted[f"{one.name}: ms"] = {"value": held_ms, "target": 1e3 * TARGET_S, "met": found.quick}
+            wanted[f"{one.name}: MiB"] = {"value": mib, "target": TARGET_BYTES >> 20, "met": found.small}
     missed = [name for name, target in wanted.items() if not target["met"]]
     print(f"targets: 10 ms, 64 MiB; missed: {', '.join(missed) or 'none'}")
     report("parsers", results, wanted)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import gc
 import importlib
 import ipaddress
 import logging
@@ -543,6 +544,7 @@ async def _serve_until_told(options: PeerOptions) -> int:
     told = asyncio.Event()
     with _signals(told):
         service = await _started(options, told)
+        gc.freeze()  # what stays is looked through no more: torch alone would hold the loop for a quarter of a second
         _announce(service)
         await told.wait()
         _say(_leaving(service.server.sessions))

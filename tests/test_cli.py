@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import gc
 import json
 import os
 import shutil
@@ -610,7 +611,7 @@ def test_whoever_reads_the_answer_may_stop_reading(whole: TinySwarm, home: Path)
 
 
 @pytest.fixture
-def serving(monkeypatch: pytest.MonkeyPatch) -> Callable[[], PeerService]:
+def serving(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], PeerService]]:
     """Wait until the peer that runs in this process serves."""
     ready = threading.Event()
     found: list[PeerService] = []
@@ -627,7 +628,8 @@ def serving(monkeypatch: pytest.MonkeyPatch) -> Callable[[], PeerService]:
         assert ready.wait(WITHIN_S), "the peer didn't start"
         return found[-1]
 
-    return wait
+    yield wait
+    gc.unfreeze()
 
 
 def shown_by(swarm: TinySwarm, name: str) -> set[str]:
@@ -654,16 +656,19 @@ def test_a_peer_that_is_told_to_stop_leaves_at_once(
 ) -> None:
     own.start("ada", model, "0:6")
     known: list[set[str]] = []
+    passed_over: list[int] = []
 
     def stop() -> None:
         serving()
         known.append(shown_by(own, "ada"))
+        passed_over.append(gc.get_freeze_count())
         interrupt_me(number)
 
     thread = Meanwhile(stop)
     said = start_peer(swarm, model, "--port", "0", "--name", "eve", "--join", own.address)
     thread.join()
     assert said.code == 0
+    assert passed_over[0] > 100_000, "a full collection of garbage would hold the loop for 175 ms, with torch in it"
     assert known == [{"ada", "eve"}]
     assert shown_by(own, "ada") == {"ada"}  # a lease would have run on for seconds
     assert "Traceback" not in said.err
