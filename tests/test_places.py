@@ -73,12 +73,14 @@ def test_whoever_was_seen_in_one_group_has_no_right_in_another() -> None:
 
 
 def test_one_goes_where_one_makes_room_in_both_groups() -> None:
-    """The newest of the first group is also in the second, and neither has room."""
+    """The newest of the first group is also in the second, though not the newest there, and neither has room."""
     there = Places()
-    for n in range(63):
+    for n in range(62):
         enter(there, f"a{n}", "45.9.9.0/24")
         enter(there, f"b{n}", "46.1.1.0/24")
+    enter(there, "a62", "45.9.9.0/24")
     enter(there, "both", "45.9.9.0/24", "46.1.1.0/24")
+    enter(there, "b62", "46.1.1.0/24")
     for host in ("45.9.9.7", "46.1.1.7"):
         there.proved(PeerId("new"), host)
     assert there.victims(PeerId("new"), ("45.9.9.0/24", "46.1.1.0/24"), 0.0) == [PeerId("both")]
