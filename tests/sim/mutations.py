@@ -15,7 +15,7 @@ from typing import Any
 from unittest import mock
 
 from swarm import asks, circle, neighbour, owner, places, records, registry, table
-from swarm.heads import Rank, read_head
+from swarm.heads import Held, Rank, read_head
 from swarm.messages import Delta, Told
 from swarm.records import Descriptor, Leave
 from swarm.table import Verdict
@@ -153,6 +153,7 @@ RULES: dict[str, list[Patch]] = {
     "objections": [Patch(registry.Registry, "_object", _always(None))],
     "digests": [Patch(registry.Registry, "_on_digest", _always(None))],
     "faded-heads": [Patch(table.Table, "fade", _always(None))],
+    "tells-of-another-model": [Patch(Held, "concerns", lambda _: Held.matches)],
     "asks-again": [Patch(asks.Asks, "next", _unanswered)],
     "spread": [Patch(registry.Registry, "_spread", _always(None))],
     "heal-dials": [Patch(circle.Circle, "_heal", _always([]))],
