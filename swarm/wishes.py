@@ -103,7 +103,7 @@ class Wishes:
         if not one.snapshots_owed:
             return False
         one.snapshots_owed -= 1
-        if one.snapshots_owed or one.snapshot_only != self.only:
+        if one.snapshots_owed or not _covers(one.snapshot_only, self.only):
             return False
         self._teller, self.complete = None, True
         return True
@@ -115,3 +115,8 @@ class Wishes:
             one = min(able, key=lambda one: one.snapshots_owed)
             self.greet(one, snapshot=True)
             self._teller = one.key
+
+
+def _covers(told: Models | None, wanted: Models | None) -> bool:
+    """Whether a snapshot of the first models has all records of the second."""
+    return told is None or (wanted is not None and wanted <= told)

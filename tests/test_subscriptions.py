@@ -148,6 +148,18 @@ def test_what_the_first_source_leaves_out_the_others_tell() -> None:
     assert world.run(2.0, until=lambda: world.listed("c") == set(names))
 
 
+def test_once_all_is_told_the_others_are_compared_with_and_not_the_teller() -> None:
+    core = Registry(None, now=0.0, rng=random.Random(0), check=lambda *_: None)
+    for key in (1, 2):
+        core.attach(key, somebody(key).peer_id, Kind.SOURCE, opened_here=True, now=0.0)
+    asked = {key: message for key, message in core.drain(0.0) if isinstance(message, Subscribe)}
+    assert [asked[key].snapshot for key in (1, 2)] == [True, False]
+    core.receive(1, Delta((told(identity=somebody(3)),), complete=True), 0.1)
+    assert core.complete
+    ((key, message),) = core.drain(0.1)
+    assert key == 2 and message == Digest(core.table.digests.sums(64))
+
+
 def test_a_newcomer_with_three_addresses_takes_one_snapshot() -> None:
     world = World(47)
     names = world.peers(12)
