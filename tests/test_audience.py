@@ -10,7 +10,7 @@ from swarm import audience, circle
 from swarm.audience import Audience, price
 from swarm.digests import Models
 from swarm.identity import Identity
-from swarm.messages import Ask, Delta, Subscribe
+from swarm.messages import Ask, Delta, ModelList, Subscribe
 from swarm.registry import Drop, Kind, Registry
 from swarm.table import Table
 from tests.sim.records import FINGERPRINT
@@ -167,3 +167,19 @@ def test_a_client_that_is_being_sent_on_takes_no_room_of_others(monkeypatch: pyt
             registry.attach(key, Identity.ephemeral().peer_id, Kind.SUBSCRIBER, opened_here=False, now=0.0)
         registry.receive(key, Subscribe(only, snapshot=False), 0.0)
     assert [one.visitor for one in registry.neighbours] == [False, True, False]
+
+
+def test_however_fast_models_come_they_are_listed_once_a_second() -> None:
+    registry, _ = source(3)
+    registry.receive(1, Subscribe((), snapshot=False), 0.0)
+    registry.drain(0.0)
+    lists: list[tuple[float, int]] = []
+    for tenth in range(25):
+        now = 5.0 + tenth / 10
+        registry.table.accept(told(identity=somebody(100 + tenth), fingerprint=bytes([tenth]) * 32), now)
+        registry.tick(now)
+        lists += [(now, len(m.models)) for _, m in registry.drain(now) if isinstance(m, ModelList)]
+    assert lists == [(5.0, 2), (6.0, 12), (7.0, 22)]
+    assert registry.deadline <= 8.0
+    registry.tick(8.0)
+    assert [len(m.models) for _, m in registry.drain(8.0) if isinstance(m, ModelList)] == [26]
