@@ -170,8 +170,8 @@ class Joining:
 
 
 async def _first_of(waiting: Collection[asyncio.Task[None]]) -> list[SwarmError]:
-    """Return with the first that works and no errors, while the others go on; with all errors if none does."""
-    errors: list[SwarmError] = []
+    """Return with the first that works and no errors, while the others go on. If none does: all errors, in order."""
+    all_of_them, errors = tuple(waiting), dict[asyncio.Task[None], SwarmError]()
     while waiting:
         done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
         for attempt in done:
@@ -180,8 +180,8 @@ async def _first_of(waiting: Collection[asyncio.Task[None]]) -> list[SwarmError]
                 return []
             if not isinstance(error, SwarmError):
                 raise error
-            errors.append(error)
-    return errors
+            errors[attempt] = error
+    return [errors[attempt] for attempt in all_of_them]
 
 
 def _is_silence(error: SwarmError) -> bool:
