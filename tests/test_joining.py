@@ -189,7 +189,8 @@ async def test_a_client_that_nobody_answers_is_told_what_was_tried(monkeypatch: 
     monkeypatch.setattr(joining, "LAN_PATIENCE_S", 0.0)
     monkeypatch.setattr(joining, "REMEMBERED_FIRST_S", 0.0)
     with pytest.raises(Unreachable) as told:
-        await Around(client=True, lan=Ear()).joining.join([], [OLD])
+        async with asyncio.timeout(10.0):
+            await Around(client=True, lan=Ear()).joining.join([], [OLD])
     silence = "no peer announces itself on this local network"
     assert str(told.value).count(silence) == 1 and "no route to 10.9.0.2" in str(told.value)
     with pytest.raises(Unreachable, match=f"none is remembered, {silence}"):
