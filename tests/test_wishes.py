@@ -62,6 +62,18 @@ def test_a_teller_that_goes_on_is_not_replaced_and_one_that_stalls_is_by_another
     assert wishes.is_teller(1) and wishes.deadline == 6.0 + SNAPSHOT_STALL_S
 
 
+def test_a_teller_that_stalls_is_forgotten_when_all_is_here_anyway() -> None:
+    """It was asked because everybody had gone, and others have come since."""
+    there = sources(2)
+    wishes = Wishes(there, None, 0.0)
+    wishes.find_teller(0.0, empty=True)
+    assert wishes.told(there[1])
+    wishes.find_teller(100.0, empty=True)
+    assert wishes.is_teller(1)
+    wishes.tick(100.0 + SNAPSHOT_STALL_S, empty=False)
+    assert wishes.deadline is None and there[2].snapshots_owed == 0
+
+
 def test_a_greeting_that_has_not_gone_out_is_replaced_with_what_it_asks_for() -> None:
     there = sources(1)
     wishes = Wishes(there, (A,), 0.0)
