@@ -8,7 +8,7 @@ scheduler, sampling, one future per step); what is left out is the network (`ben
     share          weight bytes per token x tokens/s, over the bandwidth at which this machine reads memory just then
     overhead       what of a step is not the forward pass
     16 sessions    tokens/s of all together
-    prefill        2,048 tokens in the chunks that a peer uses, against one forward of transformers
+    prefill        2,048 tokens in the chunks that a peer with all layers uses, against one forward of transformers
 
     python -m benchmarks.engine [--model smollm2|llama-1b] [--dtype float32|bfloat16] [--part decode|prefill]
                                 [--seconds S] [--json]
@@ -99,7 +99,7 @@ class Ours:
             token = await self._step(cache, at, [token], sample=True)
 
     async def prefill_s(self, prompt: list[int]) -> float:
-        cache, chunk = self._timed.new_cache(len(prompt)), HopConfig().prefill_chunk
+        cache, chunk = self._timed.new_cache(len(prompt)), HopConfig().whole_chunk
         started = time.perf_counter()
         steps = [
             self._step(cache, at, prompt[at : at + chunk], sample=at + chunk >= len(prompt))

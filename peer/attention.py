@@ -24,6 +24,7 @@ from peer.cache import SessionCache
 from peer.kv import LayerKV
 
 ATTENTION = "layerswarm"
+QUERIES = 256  # that a mask is made for at once: it has a row of the whole text's length for each
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,10 +122,22 @@ def _attend_plain(
             query, keys, values, is_causal=True, scale=scaling, enable_gqa=heads != kv_heads
         )
     else:
-        mask = _mask(slot, n, m, kv, query)
-        out = F.scaled_dot_product_attention(
-            query, keys, values, attn_mask=mask, scale=scaling, enable_gqa=heads != kv_heads
-        )
+        outputs = []
+        for start in range(0, n, QUERIES):
+            stop = min(start + QUERIES, n)
+            seen = m - n + stop  # no key behind the last query
+            mask = _mask(slot, stop - start, seen, kv, query)
+            outputs.append(
+                F.scaled_dot_product_attention(
+                    query[:, :, start:stop],
+                    keys[:, :, :seen],
+                    values[:, :, :seen],
+                    attn_mask=mask,
+                    scale=scaling,
+                    enable_gqa=heads != kv_heads,
+                )
+            )
+        out = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
     return out.transpose(1, 2)
 
 

@@ -7,15 +7,19 @@ Within a turn decode steps come first (each is one token, and a person waits for
 Where nobody decodes, prompts share a budget of tokens, the one that has waited longest first. Where somebody does,
 one prompt at a time gets the piece that `pace.py` allows it. What is left of a step goes to the end of the queue,
 so prompts take turns. A piece never reaches over the end of a `chunk`, for windows are moved once a chunk.
+
+A long pass of prompts alone lets others in between two of its layers (`urgent`): decode steps, and prompts so
+short that they end at once. So nobody waits longer for a pass of many tokens than for one of few.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Collection, Hashable
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
+from peer.kv import CHUNK, WHOLE_CHUNK
 from peer.pace import DECODE_TOKENS, Pace, PaceConfig
 from routing.spans import Span
 from swarm.errors import CapacityError
@@ -41,10 +45,12 @@ J = TypeVar("J", bound=Waiting)
 
 @dataclass(frozen=True, slots=True)
 class BatchConfig:
-    """prefill_tokens: most prompt tokens of a turn; larger is faster for prompts. rows: most sessions in a turn."""
+    """prefill_tokens: most prompt tokens of a turn; larger is faster for prompts. rows: most sessions in a turn.
+    long_tokens: as prefill_tokens, of a turn that lets others in between its layers."""
 
-    prefill_tokens: int = 256
+    prefill_tokens: int = CHUNK
     rows: int = 64
+    long_tokens: int = WHOLE_CHUNK
     pace: PaceConfig = field(default_factory=PaceConfig)
 
 
@@ -128,23 +134,35 @@ class Scheduler(Generic[J]):
         decoders = sum(entry.decodes for entry in group)
         return self.pace.begin_at(span, decoders, min(entry.since for entry in group), now)
 
-    def next(self, now: float, most_rows: int | None = None) -> list[Piece[J]]:
+    def next(self, now: float, most_rows: int | None = None, *, long: bool = False) -> list[Piece[J]]:
         """What the next turn runs, in the order of its rows; empty if nothing waits.
 
-        most_rows: fewer sessions than configured (1 where positions depend on the whole batch).
+        most_rows: fewer sessions than configured (1 where positions depend on the whole batch). long: prompts that
+        are alone may have `long_tokens`.
         """
         rows = min(self.config.rows, most_rows or self.config.rows)
-        ready = self._ready()
+        return self._choose(self._ready(), rows, self.config.long_tokens if long else self.config.prefill_tokens, now)
+
+    def urgent(self, busy: Collection[Hashable], tokens: int, now: float) -> list[Piece[J]]:
+        """What is let in between two layers of a pass of prompts alone, which these sessions have; mostly nothing.
+
+        tokens: most of other prompts, so that they don't hold up that pass for long.
+        """
+        budget = min(tokens, self.config.prefill_tokens)
+        ready = [e for e in self._ready() if e.job.key not in busy and (e.decodes or e.left <= budget)]
+        return self._choose(ready, self.config.rows, budget, now)
+
+    def _choose(self, ready: list[_Entry[J]], rows: int, budget: int, now: float) -> list[Piece[J]]:
         if not ready:
             return []
-        decoders, pieces = self._turn(ready, ready[0], rows, now)
+        decoders, pieces = self._turn(ready, ready[0], rows, budget, now)
         if not decoders and not pieces:  # the longest waiting prompt stands aside: whoever decodes goes first
             decoding = [entry for entry in ready if entry.decodes]
-            decoders, pieces = self._turn(decoding, decoding[0], rows, now)
+            decoders, pieces = self._turn(decoding, decoding[0], rows, budget, now)
         return [self._take(entry, entry.left) for entry in decoders] + [self._take(*piece) for piece in pieces]
 
     def _turn(
-        self, ready: list[_Entry[J]], first: _Entry[J], rows: int, now: float
+        self, ready: list[_Entry[J]], first: _Entry[J], rows: int, budget: int, now: float
     ) -> tuple[list[_Entry[J]], list[tuple[_Entry[J], int]]]:
         """Of those over the same layers as `first`: decode steps, and prompts with how much of each.
 
@@ -155,31 +173,33 @@ class Scheduler(Generic[J]):
         prompts = [entry for entry in group if not entry.decodes]
         if not first.decodes and len(decoders) == rows:
             decoders.pop()  # the longest waiting one has a place, or none of its kind would ever run
-        pieces = self._pieces(prompts[: rows - len(decoders)], len(decoders), now)
+        pieces = self._pieces(prompts[: rows - len(decoders)], len(decoders), budget, now)
         return ([], []) if not first.decodes and not pieces else (decoders, pieces)
 
-    def _pieces(self, prompts: list[_Entry[J]], decoders: int, now: float) -> list[tuple[_Entry[J], int]]:
+    def _pieces(
+        self, prompts: list[_Entry[J]], decoders: int, budget: int, now: float
+    ) -> list[tuple[_Entry[J], int]]:
         if not self.pace.has_company(now):
-            return self._fill(prompts)
+            return self._fill(prompts, budget)
         if not prompts:
             return []
-        allowed = self.pace.piece(prompts[0].job.key, decoders)
-        return [(prompts[0], min(allowed, self._most(prompts[0])))] if allowed else []
+        allowed = min(self.config.prefill_tokens, self.pace.piece(prompts[0].job.key, decoders))
+        return [(prompts[0], self._most(prompts[0], allowed))] if allowed else []
 
-    def _fill(self, prompts: list[_Entry[J]]) -> list[tuple[_Entry[J], int]]:
-        """The whole budget, the longest waiting one first."""
-        budget, pieces = self.config.prefill_tokens, list[tuple[_Entry[J], int]]()
-        for entry in prompts:
-            tokens = min(budget, self._most(entry))
+    def _fill(self, prompts: list[_Entry[J]], budget: int) -> list[tuple[_Entry[J], int]]:
+        """The whole budget, the longest waiting one first; of a long one each of them gets some."""
+        pieces = list[tuple[_Entry[J], int]]()
+        for others, entry in zip(reversed(range(len(prompts))), prompts, strict=True):
+            share = max(self.config.prefill_tokens, budget // (others + 1))
+            tokens = self._most(entry, min(budget, share))
             if tokens:
                 pieces.append((entry, tokens))
                 budget -= tokens
         return pieces
 
-    def _most(self, entry: _Entry[J]) -> int:
+    def _most(self, entry: _Entry[J], budget: int) -> int:
         """Up to the end of its job, of the budget, and of the chunk that it is in."""
-        chunk = entry.job.chunk
-        most = min(entry.left, self.config.prefill_tokens)
+        chunk, most = entry.job.chunk, min(entry.left, budget)
         return most if chunk is None else min(most, chunk - entry.done % chunk)
 
     def _take(self, entry: _Entry[J], tokens: int) -> Piece[J]:

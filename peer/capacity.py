@@ -19,7 +19,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from peer.kv import KvSizes, LayerKV, Reach
+from peer.kv import WHOLE_CHUNK, KvSizes, LayerKV, Reach
 from routing.placement import Capacity
 from routing.spans import Span
 from swarm.errors import CapacityError, UsageError
@@ -138,12 +138,19 @@ class MemoryPlan:
         return self.prices(span) + self.workspace(span) + (BUFFER_BYTES if self.on_host else 0)
 
     def workspace(self, span: Span) -> int:
-        """Estimated bytes of a prefill step's own tensors; `check_workspace` compares it with a real one."""
+        """Estimated bytes of a pass's own tensors; `check_workspace` compares it with a real one."""
+        return self._workspace(span, self.pass_tokens(span))
+
+    def _workspace(self, span: Span, tokens: int) -> int:
         model = self.model
-        rows = self.chunk * (8 * model.width + 4 * model.inner) * self.item_bytes
+        rows = tokens * (8 * model.width + 4 * model.inner) * self.item_bytes
         masks = self.chunk * self.context * self.item_bytes + model.heads * self.context * 4
         logits = 3 * self.sessions * model.vocab * 4 if span.stop == model.layers else 0
         return int(WORKSPACE_SLACK * (rows + masks)) + logits
+
+    def pass_tokens(self, span: Span) -> int:
+        """Most tokens of prompts in one pass."""
+        return max(self.chunk, WHOLE_CHUNK) if len(span) == self.model.layers else self.chunk
 
     @cached_property
     def least_tokens(self) -> int:
@@ -199,14 +206,15 @@ class MemoryPlan:
         )
 
     def check_workspace(self, span: Span, measured: int | None) -> None:
-        """Compare the trial step with the estimate. Raises CapacityError if the plan no longer fits."""
-        if measured is None or measured <= self.workspace(span):
+        """Compare a trial step of `chunk` tokens with the estimate. Raises CapacityError if the plan no longer fits."""
+        planned = self._workspace(span, self.chunk)
+        if measured is None or measured <= planned:
             return
-        total = self.fixed_bytes(span) - self.workspace(span) + measured
-        total += self.pool_bytes(span)
+        more = (measured - planned) * self.pass_tokens(span) // self.chunk  # the longest pass needs so much more too
+        total = self.fixed_bytes(span) + more + self.pool_bytes(span)
         if total > self.budget:
             raise CapacityError(
-                f"a prefill step over layers {span} took {show(measured)} of workspace, {show(self.workspace(span))} "
+                f"a prefill step over layers {span} took {show(measured)} of workspace, {show(planned)} "
                 f"were planned; that is {show(total - self.budget)} more than the budget: lower --context, or give "
                 "more with --memory"
             )

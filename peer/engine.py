@@ -8,6 +8,9 @@ of each prompt (`batch.py`, `pace.py`), packs it into one forward pass, samples 
 all of the turn's results to the loop in one wake-up. Sessions join and leave between turns. A job that runs in pieces
 is answered once, when all of it has run.
 
+A pass of prompts alone may be long, since it lets others in: between two of its layers whoever decodes, or has a short
+prompt, gets a turn of their own (`_openings`). So a long one holds up a decode step for one layer, not for all.
+
 What can go wrong with a step, and who is told: a step that doesn't fit the KV or the model fails before the
 pass; torch's own errors (out of memory, mostly) make each step of the turn run once more alone, so that the
 guilty one is found; NaN and Inf fail the sessions whose rows have them. Anything else is our bug: it is
@@ -35,6 +38,7 @@ from peer.batch import BatchConfig, Piece, Scheduler
 from peer.cache import SessionCache
 from peer.hop import SampleAt
 from peer.model import PackedStep, SpanModel, StepOutput
+from peer.pace import DECODE_TOKENS
 from peer.sampling import likelihoods, sample
 from routing.spans import Span
 from swarm.errors import BadInput, EngineStopped, StepFailed, SwarmError
@@ -145,6 +149,10 @@ class _Part:
         return self.piece.job
 
 
+class _Forsaken(Exception):
+    """Nobody wants to know any more what comes of this pass."""
+
+
 Outcome = tuple[_Entry, JobResult | BaseException]
 
 
@@ -164,6 +172,8 @@ class Engine:
         self._thread: threading.Thread | None = None
         self._stopping = self._draining = False
         self._running: list[_Entry] = []  # in the turn that runs now
+        self._is_let_in = False  # that turn, between two layers of another one
+        self._let_in_s = 0.0  # what such turns took
         self._turns = self._tokens = self._failed = 0
         self._step_s = self._queue_s = 0.0
         self._turns_s = self._forward_s = self._lingered_s = 0.0
@@ -271,7 +281,7 @@ class Engine:
                 self._wait(wait_s)
             over = self._stopping and not (self._draining and len(self._scheduler))
             call = self._calls.popleft() if self._calls else None
-            turn = [] if call or over else self._scheduler.next(self._clock(), self._most_rows)
+            turn = [] if call or over else self._next()
             self._running = [piece.job for piece in turn]
         if call is not None:
             call()
@@ -280,6 +290,10 @@ class Engine:
         else:
             self._turn(turn)
         return True
+
+    def _next(self) -> list[Piece[_Entry]]:
+        long = self.model is not None and self.model.takes_long
+        return self._scheduler.next(self._clock(), self._most_rows, long=long)
 
     def _wait_s(self) -> float | None:
         """Until the next turn should begin; None: until something comes."""
@@ -303,8 +317,12 @@ class Engine:
             left = self._scheduler.clear()
         _deliver([(entry, EngineStopped()) for entry in left])
 
+    def _own_clock(self) -> float:
+        """Stands still for a turn while others are let in."""
+        return self._clock() - self._let_in_s
+
     def _turn(self, turn: list[Piece[_Entry]]) -> None:
-        started = self._clock()
+        started = self._own_clock()
         outcomes: list[Outcome] = []
         parts = [_Part(piece, _cut(piece)) for piece in turn]
         try:
@@ -358,12 +376,17 @@ class Engine:
         assert self.model is not None
         jobs = [part.job for part in parts]
         try:
-            begun = self._clock()
-            output = self.model.forward(pack(jobs))
+            begun = self._own_clock()
+            output = self.model.forward(pack(jobs, self._openings(parts)))
             if self.model.device.type != "cpu":
                 _synchronize(self.model.device)
-            self._forward_s += self._clock() - begun
+            self._forward_s += self._own_clock() - begun
             results = self._read(jobs, output)
+        except _Forsaken:
+            return
+        except EngineStopped as stopped:
+            outcomes += [(part.entry, stopped) for part in parts]
+            return
         except RuntimeError as error:
             if len(parts) > 1:
                 log.warning("a packed step of %d failed (%s); each runs alone", len(parts), _line(error))
@@ -373,13 +396,46 @@ class Engine:
             else:
                 outcomes.append((parts[0].entry, StepFailed(str(jobs[0].span), _line(error))))
             return
-        now = self._clock()
+        took = self._own_clock() - started
         for part, result in zip(parts, results, strict=True):
             if isinstance(result, Exception):
                 outcomes.append((part.entry, result))
             else:
                 part.job.cache.finish(part.job.position + part.job.tokens)
-                self._ran(part, result, now - started, len(parts), outcomes)
+                self._ran(part, result, took, len(parts), outcomes)
+
+    def _openings(self, parts: list[_Part]) -> Callable[[], None] | None:
+        """What this pass does between two layers; None where it is one that is let in, or others are in it already."""
+        assert self.model is not None
+        if self._is_let_in or not self.model.pauses or any(p.entry.tokens <= DECODE_TOKENS for p in parts):
+            return None
+        busy, spare, started = {part.entry.key for part in parts}, sum(p.job.tokens for p in parts), self._clock()
+
+        def opening() -> None:
+            nonlocal spare
+            if self._stopping and not self._draining:
+                raise EngineStopped
+            if all(part.entry.future.cancelled() for part in parts):
+                raise _Forsaken
+            with self._wake:
+                now = self._clock()
+                turn = self._scheduler.urgent(busy, spare, now)
+                if not turn:
+                    return
+                self._scheduler.pace.held_up(started, now)
+                self._running += [piece.job for piece in turn]
+            spare -= sum(piece.tokens for piece in turn if piece.job.tokens > DECODE_TOKENS)
+            self._let_in(turn)
+
+        return opening
+
+    def _let_in(self, turn: list[Piece[_Entry]]) -> None:
+        begun, self._is_let_in = self._clock(), True
+        try:
+            self._turn(turn)
+        finally:
+            self._is_let_in = False
+            self._let_in_s += self._clock() - begun
 
     def _ran(self, part: _Part, made: Made, took: float, packed: int, outcomes: list[Outcome]) -> None:
         """Answer the job if that was all of it, else put the rest back."""
@@ -425,11 +481,12 @@ class Engine:
         return results
 
     def _account(self, turn: list[Piece[_Entry]], outcomes: list[Outcome], started: float) -> None:
-        now = self._clock()
+        now, took = self._clock(), self._own_clock() - started
         over = {id(entry) for entry, _ in outcomes}
         with self._wake:
-            self._running = []
-            self._scheduler.ended(turn, started, now)
+            ended = {id(piece.job) for piece in turn}
+            self._running = [entry for entry in self._running if id(entry) not in ended]
+            self._scheduler.ended(turn, now - took, now)
             for piece in turn:
                 if not (piece.is_last or id(piece.job) in over or piece.job.future.cancelled()):
                     self._scheduler.put_back(piece, now)
@@ -439,7 +496,7 @@ class Engine:
         ran = [piece.tokens for piece in turn if id(piece.job) not in failed]
         if not ran:
             return
-        took, weight = now - started, SMOOTHING if self._turns else 1.0
+        weight = SMOOTHING if self._turns else 1.0
         self._step_s += weight * (took - self._step_s)
         if done:
             waited = sum(result.waited_s for result in done) / len(done)
@@ -485,15 +542,15 @@ def _check_finite(job: Job) -> None:
         raise BadInput(str(job.span), "the input has NaN or Inf")
 
 
-def pack(jobs: Sequence[Job]) -> PackedStep:
-    """Jobs over the same layers as one step."""
+def pack(jobs: Sequence[Job], between: Callable[[], None] | None = None) -> PackedStep:
+    """Jobs over the same layers as one step. between: as `PackedStep` has it."""
     rows = [Row(job.cache, job.position, job.tokens, int(job.sample is not None)) for job in jobs]
     span = jobs[0].span
     if span.start == 0:
         ids = jobs[0].ids if len(jobs) == 1 else [i for job in jobs for i in job.ids or ()]
-        return PackedStep(span, rows, ids=torch.as_tensor(ids, dtype=torch.long))
+        return PackedStep(span, rows, ids=torch.as_tensor(ids, dtype=torch.long), between=between)
     parts = [job.hidden for job in jobs if job.hidden is not None]
-    return PackedStep(span, rows, hidden=parts[0] if len(parts) == 1 else torch.cat(parts))
+    return PackedStep(span, rows, hidden=parts[0] if len(parts) == 1 else torch.cat(parts), between=between)
 
 
 def _deliver(outcomes: list[Outcome]) -> None:

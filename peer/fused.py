@@ -15,7 +15,7 @@ transformers' own modules give (`matches`); otherwise all of it runs on those, a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -169,16 +169,18 @@ class FusedSpan:
         if len(x) == 1 and x.device.type == "cpu":
             x = self._one(layers, step.rows[0], x[0], cos.view(-1), sin.view(-1))[None]
         else:
-            x = self._packed(layers, step.rows, x, cos, sin)
+            x = self._packed(layers, step, x, cos, sin)
         if wanted is None:
             return x, None
         assert self._head is not None
         return x, self._head(self._norm(x[wanted])).float()
 
-    def _packed(self, layers: list[_Layer], rows: Sequence[Row], x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        self.slot.rows = rows
+    def _packed(self, layers: list[_Layer], step: PackedStep, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         try:
-            for layer in layers:
+            for number, layer in enumerate(layers):
+                if number and step.between is not None:
+                    step.between()
+                self.slot.rows = step.rows  # others may have run since
                 x = layer(x, cos, sin, self.slot)
         finally:
             self.slot.clear()

@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
 from peer.journal import Journal, Rows
-from peer.kv import CHUNK, REACH, Rewinds
+from peer.kv import CHUNK, REACH, WHOLE_CHUNK, Rewinds
 from routing.spans import Span
 from swarm.errors import CacheFull, CannotRewind, CapacityError, MessageError
 from swarm.identity import PeerId
@@ -71,12 +71,14 @@ from swarm.tensors import ids_tensor, read_ids
 @dataclass(frozen=True)
 class HopConfig:
     """prefill_chunk: positions per step; larger is faster on a GPU, smaller lets other sessions in
-    sooner. lease_s: silence of the client that frees everything (it renews every 5 s).
+    sooner, and the next hop begin. whole_chunk: where one hop has all of the model, so that no other waits for it.
+    lease_s: silence of the client that frees everything (it renews every 5 s).
     grace_after_s: silence after which the room may go to another client: two renewals missed.
     max_waiting_steps: keeps the engine busy while the link delivers, yet bounds the memory.
     retry_after_s: what a client is told that found no room."""
 
     prefill_chunk: int = CHUNK
+    whole_chunk: int = WHOLE_CHUNK
     lease_s: float = 30.0
     grace_after_s: float = 12.0
     max_waiting_steps: int = 4
@@ -634,7 +636,8 @@ class Hop:
         if self._finish is not None or self._taken >= upto:
             return None
         position, replay = self._taken, self._taken < self._resume_at
-        stop = min(position + self._config.prefill_chunk, self._resume_at if replay else upto)
+        most = self._config.whole_chunk if self._is_last else self._config.prefill_chunk
+        stop = min(position + most, self._resume_at if replay else upto)
         if stop > self._reserved:
             self._fault(str(CacheFull(stop, self._reserved)), "room")
             return None

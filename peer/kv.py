@@ -21,6 +21,7 @@ from routing.spans import Span
 from swarm.session import SessionConfig
 
 CHUNK = SessionConfig.chunk  # of a prefill step; larger is faster on a GPU, smaller lets other sessions in sooner
+WHOLE_CHUNK = 1024  # where one hop has all layers, so that no other hop waits for it: products over 256 rows are slower
 CREDIT = SessionConfig.credit_window  # the swarm is so far ahead of a client that repairs, and is taken back by it
 SPECULATION = 16  # drafted positions that turn out wrong; drafts pay off up to about a dozen
 

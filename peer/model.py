@@ -14,7 +14,7 @@ Layers shaped like Llama's don't need their modules (`fused.py`).
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,12 +38,17 @@ MAX_VIEWS = 32  # sub-spans in use at once; a view is a few Python objects, the 
 
 @dataclass(frozen=True, slots=True)
 class PackedStep:
-    """Rows that run over the same layers. ids: [total] int64 if span.start is 0, else hidden: [total, width]."""
+    """Rows that run over the same layers. ids: [total] int64 if span.start is 0, else hidden: [total, width].
+
+    between: called between two layers where the model can (`SpanModel.pauses`); it may run other steps, and what it
+    raises ends this one.
+    """
 
     span: Span
     rows: Sequence[Row]
     ids: Tensor | None = None
     hidden: Tensor | None = None
+    between: Callable[[], None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +146,17 @@ class SpanModel:
     def packs(self) -> bool:
         """Whether rows of several sessions run as one; if not, `forward` runs one after the other."""
         return self.way is Way.PACKED
+
+    @property
+    def pauses(self) -> bool:
+        """Whether a pass lets others in between its layers. Not on an accelerator: what is launched there runs."""
+        return self.fused is not None and self.device.type == "cpu"
+
+    @property
+    def takes_long(self) -> bool:
+        """Whether passes of many tokens are right here: nobody has to wait for all of one, and memory is planned
+        for them (`MemoryPlan.pass_tokens`)."""
+        return self.fused is not None and len(self.span) == self.layers_total
 
     @torch.inference_mode()
     def forward(self, step: PackedStep) -> StepOutput:

@@ -93,6 +93,7 @@ class Pace:
         self._credit_s = 0.0
         self._mixed = 0  # turns of decode steps with a prompt since the last one without
         self._ended = float("-inf")  # of the last turn
+        self._held_up = float("-inf")  # until when it is counted how long prompts alone held up those who decode
         self.awaited: set[Hashable] = set()  # what `begin_at` waits for
 
     def __len__(self) -> int:
@@ -155,10 +156,15 @@ class Pace:
                 self._price(key, tokens, extra / tokens)
         if decoders:
             self._earn(decoders, extra)
-        else:  # those who came meanwhile had to wait
-            arrivals = [s.arrived for s in self._sessions.values() if s.decodes and s.arrived is not None]
-            waited = max((now - max(started, arrived) for arrived in arrivals), default=0.0)
-            self._spend(waited, self._alone_s(len(arrivals)) or 0.0)
+        else:
+            self.held_up(started, now)
+
+    def held_up(self, started: float, now: float) -> None:
+        """Prompts alone had the engine from `started` on, and those who came meanwhile had to wait."""
+        since, self._held_up = max(started, self._held_up), now
+        arrivals = [s.arrived for s in self._sessions.values() if s.decodes and s.arrived is not None]
+        waited = max((now - max(since, arrived) for arrived in arrivals), default=0.0)
+        self._spend(waited, self._alone_s(len(arrivals)) or 0.0)
 
     def _price(self, key: Hashable, tokens: int, price_s: float) -> None:
         session = self._sessions.get(key)

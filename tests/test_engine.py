@@ -299,7 +299,7 @@ async def test_a_dropped_session_leaves_the_queue(model: SpanModel) -> None:
 async def test_a_step_that_runs_in_pieces_is_answered_once_with_all_of_its_rows(
     model: SpanModel, uncut: PreTrainedModel
 ) -> None:
-    engine = Engine(model, EngineConfig(threads=1, batch=BatchConfig(prefill_tokens=10)))
+    engine = Engine(model, EngineConfig(threads=1, batch=BatchConfig(prefill_tokens=10, long_tokens=10)))
     engine.start()
     ids, first, second = prompt(3, 34), Span(0, 2), Span(2, LAYERS)
     whole, cache = model.new_cache(34, first), model.new_cache(34, second)
@@ -340,7 +340,7 @@ async def test_sessions_decode_beside_a_prompt_in_pieces(model: SpanModel, uncut
 
 async def test_a_failure_in_a_later_piece_fails_the_step_and_the_rest_is_not_run(model: SpanModel) -> None:
     faulty = Faulty(model)
-    engine = Engine(faulty, EngineConfig(batch=BatchConfig(prefill_tokens=10)))
+    engine = Engine(faulty, EngineConfig(batch=BatchConfig(prefill_tokens=10, long_tokens=10)))
     engine.start()
     cache = model.new_cache(60)
     with pytest.raises(StepFailed, match="out of memory"):
@@ -354,7 +354,7 @@ async def test_a_failure_in_a_later_piece_fails_the_step_and_the_rest_is_not_run
 
 
 async def test_a_session_that_is_dropped_while_it_runs_is_not_run_to_its_end(model: SpanModel) -> None:
-    engine = Engine(model, EngineConfig(batch=BatchConfig(prefill_tokens=10)))
+    engine = Engine(model, EngineConfig(batch=BatchConfig(prefill_tokens=10, long_tokens=10)))
     cache, calls, loop = model.new_cache(60), list[int](), asyncio.get_running_loop()
     begun = asyncio.Event()
 
