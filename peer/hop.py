@@ -636,7 +636,8 @@ class Hop:
         if self._finish is not None or self._taken >= upto:
             return None
         position, replay = self._taken, self._taken < self._resume_at
-        most = self._config.whole_chunk if self._is_last else self._config.prefill_chunk
+        whole = self._is_last and not self._rewinds.lets_go
+        most = self._config.whole_chunk if whole else self._config.prefill_chunk
         stop = min(position + most, self._resume_at if replay else upto)
         if stop > self._reserved:
             self._fault(str(CacheFull(stop, self._reserved)), "room")

@@ -164,5 +164,10 @@ class Rewinds:
             return 0
         return max(0, self._start - self._reach.rewind)
 
+    @property
+    def lets_go(self) -> bool:
+        """Whether anything is ever let go: then no step should be longer than `Reach.chunk`."""
+        return self._room is not None
+
     def allows(self, position: int) -> bool:
         return position == 0 or position >= self.oldest

@@ -26,8 +26,10 @@ class Step:
     chunk: int | None = None
 
 
-def scheduler(*steps: Step, prefill_tokens: int = 100, rows: int = 64) -> Scheduler[Step]:
-    made: Scheduler[Step] = Scheduler(BatchConfig(prefill_tokens, rows))
+def scheduler(
+    *steps: Step, prefill_tokens: int = 100, rows: int = 64, long_tokens: int = 1000
+) -> Scheduler[Step]:
+    made: Scheduler[Step] = Scheduler(BatchConfig(prefill_tokens, rows, long_tokens))
     for step in steps:
         made.add(step, 0.0)
     return made
@@ -73,6 +75,34 @@ def test_where_nobody_decodes_prompts_fill_the_whole_budget() -> None:
     waiting = scheduler(Step("p", 60), Step("q", 60), Step("r", 40))
     assert parts(turn(waiting)) == [("p", 0, 60), ("q", 0, 40)]
     assert parts(turn(waiting)) == [("r", 0, 40), ("q", 40, 60)]
+
+
+def test_a_long_pass_is_shared_by_the_prompts_that_wait() -> None:
+    for count, each in ((1, 400), (2, 200), (4, 100), (6, 100)):
+        waiting = scheduler(*(Step(f"p{i}", 1000) for i in range(count)), long_tokens=400)
+        assert parts(waiting.next(0.0, long=True)) == [(f"p{i}", 0, each) for i in range(min(count, 4))]
+    waiting = scheduler(Step("p", 30), Step("q", 1000), long_tokens=400)
+    assert parts(waiting.next(0.0, long=True)) == [("p", 0, 30), ("q", 0, 370)]
+    assert parts(scheduler(Step("p", 1000, chunk=64), long_tokens=400).next(0.0, long=True)) == [("p", 0, 64)]
+
+
+def test_beside_those_who_decode_a_long_pass_is_no_longer_than_others() -> None:
+    waiting = scheduler(Step("p", 1000), Step("d"), long_tokens=400)
+    turn(waiting)
+    waiting.pace._credit_s = 1e9
+    waiting.pace._sessions["p"].price_s, waiting.pace._sessions["p"].largest = 1e-9, 1000
+    waiting.add(Step("d"), 1.0)
+    assert parts(waiting.next(1.0, long=True)) == [("d", 0, 1), ("p", 0, 100)]
+
+
+def test_a_long_pass_lets_in_decode_steps_and_short_prompts_of_others() -> None:
+    waiting = scheduler(Step("busy"), Step("long", 101), Step("d"), Step("e"))
+    assert parts(waiting.urgent({"busy"}, 1000, 0.0)) == [("d", 0, 1), ("e", 0, 1)]
+    waiting = scheduler(Step("short", 100), Step("other", 30))
+    assert waiting.urgent({"busy"}, 29, 0.0) == []
+    assert parts(waiting.urgent({"busy"}, 99, 0.0)) == [("other", 0, 30)]
+    assert parts(waiting.urgent({"busy"}, 1000, 0.0)) == [("short", 0, 100)]
+    assert waiting.urgent({"busy"}, 1000, 0.0) == []
 
 
 def test_prompts_take_turns() -> None:

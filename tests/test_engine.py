@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import math
 import weakref
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -316,13 +316,13 @@ async def test_a_step_that_runs_in_pieces_is_answered_once_with_all_of_its_rows(
 
 async def test_sessions_decode_beside_a_prompt_in_pieces(model: SpanModel, uncut: PreTrainedModel) -> None:
     """Everybody's text is right, and a decode step never waits for the whole of the prompt."""
-    sizes: list[list[int]] = []
+    sizes: list[list[tuple[int, int]]] = []  # tokens, and how many the session may have
     decode, loop = asyncio.Event(), asyncio.get_running_loop()
 
     class Noting(Faulty):
         def forward(self, step: PackedStep) -> StepOutput:
-            sizes.append([row.tokens for row in step.rows])
-            if sizes[-1] == [1, 1, 1]:
+            sizes.append([(row.tokens, row.cache.reserved) for row in step.rows])
+            if sizes[-1] == [(1, 45)] * 3:
                 loop.call_soon_threadsafe(decode.set)
             return SpanModel.forward(self, step)
 
@@ -334,8 +334,83 @@ async def test_sessions_decode_beside_a_prompt_in_pieces(model: SpanModel, uncut
     assert await generate(engine, long, 2) == reference(uncut, long, 2)
     assert [await task for task in decoding] == [reference(uncut, prompt(s, 5), 40) for s in range(3)]
     await engine.stop()
-    pieces = [n for turn in sizes[begin:] for n in turn if n > 1]
-    assert sum(pieces) == 120 and len(pieces) > 1 and pieces[0] == LEAST_PIECE
+    pieces = [n for turn in sizes[begin:] for n, room in turn if room == 122]
+    assert sum(pieces) == 121 and len(pieces) > 1 and pieces[0] == LEAST_PIECE
+
+
+class Opened(Faulty):
+    """A model of whose next long pass something is done between two layers, once: `meanwhile`, in the loop."""
+
+    def __init__(self, real: SpanModel, meanwhile: Callable[[], Awaitable[object]]) -> None:
+        super().__init__(real)
+        self.poison = -1
+        self.layers_begun = list[int]()  # of each pass of prompts that could be interrupted
+        self._loop, self._meanwhile = asyncio.get_running_loop(), meanwhile
+
+    def forward(self, step: PackedStep) -> StepOutput:
+        between = step.between
+        if between is None:
+            return super().forward(step)
+        self.layers_begun.append(1)
+
+        def noting() -> None:
+            if self.layers_begun == [1]:
+                asyncio.run_coroutine_threadsafe(self._meanwhile(), self._loop).result()
+            between()
+            self.layers_begun[-1] += 1
+
+        return super().forward(dataclasses.replace(step, between=noting))
+
+
+async def test_a_long_pass_lets_in_who_decodes_or_has_a_short_prompt(model: SpanModel, uncut: PreTrainedModel) -> None:
+    """And neither changes the other's text, nor does the time count twice."""
+    now, ended, beside = 0.0, list[list[int]](), list[asyncio.Task[None]]()
+
+    async def text(ids: list[int], count: int) -> None:
+        assert await generate(engine, ids, count) == reference(uncut, ids, count)
+
+    async def meanwhile() -> None:
+        beside.extend(asyncio.create_task(text(prompt(3, tokens), 3)) for tokens in (1, 20))
+        await asyncio.sleep(0)  # both have submitted their first step
+
+    class Timed(Opened):
+        def forward(self, step: PackedStep) -> StepOutput:
+            nonlocal now
+            now += 1.0
+            output = super().forward(step)
+            ended.append([row.tokens for row in step.rows])
+            return output
+
+    timed = Timed(model, meanwhile)
+    engine = Engine(timed, EngineConfig(batch=BatchConfig(prefill_tokens=30)), clock=lambda: now)
+    engine.start()
+    await text(prompt(9, 110), 1)
+    await asyncio.gather(*beside)
+    await engine.stop()
+    let_in = [tokens for step in ended[: ended.index([110])] for tokens in step]
+    assert 1 in let_in and sum(tokens for tokens in let_in if tokens > 1) == 20 and timed.layers_begun[0] == LAYERS
+    assert engine.stats.turns_s == engine.stats.forward_s == engine.stats.turns == now
+
+
+async def test_a_pass_that_nobody_waits_for_ends_at_the_next_layer(model: SpanModel) -> None:
+    async def drop() -> None:
+        engine.drop(cache)
+
+    async def stop() -> None:
+        engine._stopping = True
+
+    for meanwhile, kind in ((drop, asyncio.CancelledError), (stop, EngineStopped)):
+        opened, cache = Opened(model, meanwhile), model.new_cache(60)
+        engine = Engine(opened)
+        engine.start()
+        (outcome,) = await asyncio.gather(
+            engine.submit(Job(cache, WHOLE, 0, ids=[5] * 50)), return_exceptions=True
+        )
+        assert isinstance(outcome, kind) and cache.length == 0
+        if meanwhile is drop:  # and the engine goes on
+            assert (await engine.submit(Job(model.new_cache(4), WHOLE, 0, ids=[5]))).packed == 1
+        await engine.stop()
+        assert opened.layers_begun == [1]
 
 
 async def test_a_failure_in_a_later_piece_fails_the_step_and_the_rest_is_not_run(model: SpanModel) -> None:

@@ -140,6 +140,25 @@ def told(effects: list[Any]) -> list[Any]:
     return [effect.message for effect in effects if isinstance(effect, ToClient)]
 
 
+@pytest.mark.parametrize(("stop", "window", "sizes"), [(6, None, [10, 10, 4]), (2, None, [4]), (6, 3, [4] * 6)])
+def test_a_hop_of_the_whole_model_takes_more_of_a_prompt_at_once(
+    stop: int, window: int | None, sizes: list[int]
+) -> None:
+    """No other hop waits for it. Where windows let go of what lies behind them, a step stays short."""
+    bench = Bench(0, whole_chunk=10)
+    bench.ledger.window = window
+    alone = {"previous": None, "next": None, "last": REFS[0]} if stop == 6 else {}
+    bench.say(Open(**{**place(0, 1, stop), **alone}, fingerprint=bytes(32), reserve=100))
+    bench.hop.link_up(1, 0.0)
+    bench.hop.drain()
+    effects, seen = bench.resumed(ids=tuple(range(24)), resume_at=0), list[int]()
+    while jobs := [effect for effect in effects if isinstance(effect, Compute)][: len(sizes) - len(seen)]:
+        seen.append(len(jobs[0].ids or ()))
+        bench.hop.computed(jobs[0], None if stop == 6 else list(jobs[0].ids or ()), 5 if jobs[0].sample else None, 0.0)
+        effects = bench.hop.drain()
+    assert seen == sizes
+
+
 def test_an_open_is_answered_when_room_and_link_stand() -> None:
     bench = Bench(2)
     assert bench.say(open_(2, 1)) == [EnsureLink(1, REFS[4])]
