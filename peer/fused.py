@@ -51,6 +51,14 @@ class _Norm:
     def __call__(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
 
+    def into(self, x: Tensor, out: Tensor) -> Tensor:
+        """x, out: [n, width]."""
+        if x.dtype != torch.float32:
+            return torch.mul(F.rms_norm(x, (x.shape[-1],), None, self.eps), self.weight, out=out)
+        squares = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_()
+        scale = squares.div_(x.shape[-1]).add_(self.eps).rsqrt_()
+        return torch.mul(x, scale, out=out).mul_(self.weight)
+
     def row(self, x: Tensor, zeros: Tensor) -> Tensor:
         """x: [width] on a CPU. zeros: as many. Six operations of `F.rms_norm` in three."""
         if x.dtype == torch.float32:
@@ -78,6 +86,17 @@ class _Matrix:
         # torch's matrix times vector; its linear takes a third longer over one row of bfloat16
         return torch.mv(self.weight, x) if self.bias is None else torch.addmv(self.bias, self.weight, x)
 
+    def into(self, x: Tensor, out: Tensor) -> Tensor:
+        """x: [n, in], out: [n, out]."""
+        if self.bias is None:
+            return torch.mm(x, self.weight.t(), out=out)
+        return torch.addmm(self.bias, x, self.weight.t(), out=out)
+
+    def added_to(self, sums: Tensor, x: Tensor) -> Tensor:
+        """sums: [n, out], to which the product with x: [n, in] is added in place."""
+        sums.addmm_(x, self.weight.t())
+        return sums if self.bias is None else sums.add_(self.bias)
+
     def onto(self, x: Tensor, row: Tensor) -> Tensor:
         """row: [out] -> row + the product with x: [in]."""
         if self.bias is None and x.dtype == torch.float32:
@@ -104,21 +123,23 @@ class _Layer:
     act: Any
     down: _Matrix
 
-    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, slot: StepSlot) -> Tensor:
-        """x: [n, width]; cos, sin: [n, 1, dim], sin with its first half negated. Returns [n, width]."""
-        n, split = x.shape[0], self.heads + self.kv_heads
-        states = self.qkv(self.before(x)).view(n, split + self.kv_heads, self.dim)
+    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, slot: StepSlot, room: _Room) -> Tensor:
+        """x: [n, width], changed in place; cos, sin: [n, 1, dim], sin with its first half negated. Returns x."""
+        n, split, half = x.shape[0], self.heads + self.kv_heads, self.dim // 2
+        states = self.qkv.into(self.before.into(x, room.normed), room.states).view(n, -1, self.dim)
         turned, value = states[:, :split], states[:, split:]
         if self.q_norm is not None and self.k_norm is not None:
             turned = torch.cat([self.q_norm(turned[:, : self.heads]), self.k_norm(turned[:, self.heads :])], 1)
         # rotary positions, arXiv:2104.09864: the second half of each head stands for the imaginary part
-        turned = torch.addcmul(turned * cos, turned.roll(self.dim // 2, -1), sin)
-        turned, value = turned.transpose(0, 1)[None], value.transpose(0, 1)[None]
+        made = torch.mul(turned, cos, out=room.turned)
+        made[..., :half].addcmul_(turned[..., half:], sin[..., :half])
+        made[..., half:].addcmul_(turned[..., :half], sin[..., half:])
+        turned, value = made.transpose(0, 1)[None], value.transpose(0, 1)[None]
         query, key = turned[:, : self.heads], turned[:, self.heads :]
         seen = attend_rows(slot, self.index, query, key, value, self.scaling)
-        x = x + self.out(seen.reshape(n, self.heads * self.dim))
-        gate, up = self.gate_up(self.between(x)).chunk(2, -1)
-        return x + self.down(self.act(gate) * up)
+        self.out.added_to(x, seen.reshape(n, self.heads * self.dim))
+        gate, up = self.gate_up.into(self.between.into(x, room.normed), room.gate_up).chunk(2, -1)
+        return self.down.added_to(x, torch.mul(self.act(gate), up, out=room.inner))
 
     def one(self, x: Tensor, cos: Tensor, sin: Tensor, zeros: Tensor, row: Row, slot: StepSlot) -> Tensor:
         """`__call__` for one token of one session on a CPU. x, zeros: [width]; cos, sin: [dim]. Returns [width]."""
@@ -138,6 +159,21 @@ class _Layer:
         x = self.out.onto(seen.reshape(-1), x)
         gate, up = self.gate_up.row(self.between.row(x, zeros)).chunk(2)
         return self.down.onto(self.act(gate).mul_(up), x)
+
+
+class _Room:
+    """Where the layers of a pass of n tokens put what lies between their operations: memory that is new each time costs
+    as much as the operation. Nothing in it outlives a layer."""
+
+    def __init__(self, layer: _Layer, tokens: int, like: Tensor) -> None:
+        def make(*shape: int) -> Tensor:
+            return torch.empty(tokens, *shape, dtype=like.dtype, device=like.device)
+
+        self.normed = make(like.shape[-1])
+        self.states = make(layer.qkv.weight.shape[0])
+        self.turned = make(layer.heads + layer.kv_heads, layer.dim)
+        self.gate_up = make(layer.gate_up.weight.shape[0])
+        self.inner = make(layer.down.weight.shape[1])
 
 
 class FusedSpan:
@@ -163,7 +199,7 @@ class FusedSpan:
             x = self._embed(step.ids.to(self._device))
         else:
             assert step.hidden is not None
-            x = step.hidden.to(self._device, self._dtype)
+            x = step.hidden.to(self._device, self._dtype, copy=True)  # layers add to it
         cos, sin = self._table(x, positions)
         layers = self._layers[step.span.start - self._first : step.span.stop - self._first]
         if len(x) == 1 and x.device.type == "cpu":
@@ -176,12 +212,13 @@ class FusedSpan:
         return x, self._head(self._norm(x[wanted])).float()
 
     def _packed(self, layers: list[_Layer], step: PackedStep, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        room = _Room(layers[0], len(x), x)
         try:
             for number, layer in enumerate(layers):
                 if number and step.between is not None:
                     step.between()
                 self.slot.rows = step.rows  # others may have run since
-                x = layer(x, cos, sin, self.slot)
+                x = layer(x, cos, sin, self.slot, room)
         finally:
             self.slot.clear()
         return x
