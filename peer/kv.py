@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from routing.spans import Span
-from swarm.session import SessionConfig
+from swarm.session_config import SessionConfig
 
 CHUNK = SessionConfig.chunk  # of a prefill step; larger is faster on a GPU, smaller lets other sessions in sooner
 WHOLE_CHUNK = 1024  # where one hop has all layers, so that no other hop waits for it: products over 256 rows are slower

@@ -36,7 +36,8 @@ from swarm.options import Options, Wanted, seeds_of
 from swarm.plans import Plan, PlanRequest, Timings
 from swarm.prompts import Prompt
 from swarm.registry import PeerEntry
-from swarm.session import Session, SessionConfig
+from swarm.session import Session
+from swarm.session_config import SessionConfig
 from swarm.state import StateDir
 from swarm.tokenizer import EncodedPrompt
 from swarm.transport import Transport

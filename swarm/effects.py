@@ -46,8 +46,8 @@ class Grew:
 
 
 @dataclass(frozen=True, slots=True)
-class RepairStarted:
-    """A new chain is planned. at_token: ids known then, the prompt's included."""
+class _RepairTold:
+    """at_token: ids known when the trouble began, the prompt's included."""
 
     reason: str
     lost: tuple[PeerId, ...]
@@ -57,15 +57,15 @@ class RepairStarted:
 
 
 @dataclass(frozen=True, slots=True)
-class Repaired:
+class RepairStarted(_RepairTold):
+    """A new chain is planned."""
+
+
+@dataclass(frozen=True, slots=True)
+class Repaired(_RepairTold):
     """The first new token after trouble. stalled_s: since it was owed, so what nobody noticed for a
     while counts too. epochs: tries."""
 
-    reason: str
-    lost: tuple[PeerId, ...]
-    hops_before: tuple[Hop, ...]
-    hops_after: tuple[Hop, ...]
-    at_token: int
     stalled_s: float
     epochs: int
 

@@ -35,12 +35,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
-from typing import Literal, Protocol
+from typing import Literal
 
 from routing.spans import Hop
-from swarm.effects import Effect, Ended, Failed, Grew, HopKey, Release, Repaired, RepairStarted, Send
+from swarm.deadline import Deadline
+from swarm.effects import Effect, Ended, Failed, Grew, HopKey, Release, Send
 from swarm.errors import (
     GenerationFailed,
     LinkFailed,
@@ -62,7 +63,6 @@ from swarm.messages import (
     Extend,
     Extended,
     Fault,
-    HopRef,
     Likelihoods,
     Message,
     Open,
@@ -71,73 +71,20 @@ from swarm.messages import (
     Prepared,
     RefusedMessage,
     Renew,
-    Resume,
-    Sampling,
     Tokens,
     Unknown,
     Unsupported,
     Where,
     WhereIs,
     Working,
-    bias_tensors,
 )
+from swarm.openings import Epoch
 from swarm.plans import Plan, Planner, PlanRequest, Timings
-from swarm.tensors import ids_tensor, read_ids
+from swarm.repair import Chance, Repair, pause_s
+from swarm.session_config import SessionConfig
+from swarm.tensors import read_ids
 
-WORKING_STRETCH = 5  # a hop that says it still computes extends a deadline at most so many times
-MOST_SLACK = 8.0  # if the only peer for a span is merely slow, a later try of a repair waits longer
 ASK_AGAIN_S = 1.0  # a verdict needs two equal answers this far apart
-REFUSALS_IN_A_REPAIR = 3  # then everything is closed, or two clients wait for each other's room for ever
-QUICK_ATTEMPTS = 3  # epochs in one repair that start at once; the later ones wait
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 4.0  # doubling; long enough for a peer to restart
-
-
-@dataclass(frozen=True)
-class SessionConfig:
-    """What is generated, and how patiently.
-
-    session: 16 random bytes. prompt: at least one id. limit: generation ends before this position.
-    reserve: KV positions that every hop holds, at least `limit`.
-    credit_window: how far the swarm may run ahead of the reader. 64 is about a second at 60 tokens/s,
-    far above a round trip, and all that a client that vanished can cost.
-    renew_every_s: a sixth of the lease, so that a lost one doesn't matter.
-    chunk: positions of a prefill step, for the estimate of how long a replay takes.
-    vocab: ids of the model are lower; None: not known.
-    min_deadline_s, deadline_factor: overdue = max(min, factor x p99).
-    where_patience_s: how long a living peer may take to answer the second `Where`.
-    exclusion_s: how long a failed peer or pair stays out of plans. refused_s: the same for a peer that
-    refused without saying for how long.
-    patience_s, min_attempts, max_attempts: a repair that made no token is given up after so long and
-    at least so many epochs, or after so many. no_route_patience_s: how long to wait for a peer that
-    would fill a gap which opened during the generation.
-    """
-
-    session: bytes
-    prompt: tuple[int, ...]
-    limit: int
-    fingerprint: bytes
-    reserve: int
-    sampling: Sampling = Sampling()
-    stop_ids: tuple[int, ...] = ()
-    credit_window: int = 64
-    renew_every_s: float = 5.0
-    chunk: int = 256
-    vocab: int | None = None
-    min_deadline_s: float = 2.0
-    deadline_factor: float = 4.0
-    where_patience_s: float = 2.0
-    exclusion_s: float = 60.0
-    refused_s: float = 5.0
-    patience_s: float = 60.0
-    min_attempts: int = 6
-    max_attempts: int = 40
-    no_route_patience_s: float = 30.0
-
-
-class Chance(Protocol):
-    """The part of random.Random that is used."""
-
-    def random(self) -> float: ...
 
 
 class Phase(Enum):
@@ -186,23 +133,6 @@ class _Held:
         return have if have >= self.oldest else 0
 
 
-@dataclass
-class _Repair:
-    """From the first trouble to the next new token."""
-
-    reason: str
-    since: float
-    hops_before: tuple[Hop, ...]
-    at_token: int
-    patient_since: float
-    lost: list[PeerId] = field(default_factory=list)
-    attempts: int = 0
-    refusals: int = 0
-    slack: float = 1.0  # grows when slowness was mistaken for death
-    no_route_since: float | None = None
-    last_error: SwarmError | None = None
-
-
 class Session:
     """One generation. Call `start`, then feed it; `drain` after every call, wake it at `deadline`.
 
@@ -235,19 +165,16 @@ class Session:
         self._held: dict[HopKey, _Held] = {}
         self._granted = 0
         self._opened_at = 0.0
-        self._progress_at = 0.0  # last token or sign of progress
         self._owed_since: float | None = None  # when the ring got to make the next token
         self._chunks = 0  # of the replay that the first token waits for
         # clocks: None when not running
-        self._overdue_at: float | None = None
-        self._stretch_until = 0.0
+        self._overdue = Deadline()
         self._wake_at: float | None = None
         self._renew_at: float | None = None
         self._asks = 0
         self._inquiry: Inquiry | None = None
-        self._figures: dict[HopKey, int] = {}  # what `Working` last said
         # trouble
-        self._repair: _Repair | None = None
+        self._repair: Repair | None = None
         self._excluded = Exclusions(config.exclusion_s)
         self._rejected_by: set[PeerId] = set()
         self._accused_by: dict[PeerId, set[PeerId]] = {}  # hops that say others sent them nonsense, and whom
@@ -274,7 +201,7 @@ class Session:
         if self.phase in OVER or not self._online:
             return None
         inquiry = None if self._inquiry is None else self._inquiry.next_at
-        times = [self._overdue_at, self._wake_at, self._renew_at, inquiry]
+        times = [self._overdue.at, self._wake_at, self._renew_at, inquiry]
         return min((at for at in times if at is not None), default=None)
 
     def drain(self) -> list[Effect]:
@@ -391,24 +318,18 @@ class Session:
 
     def _no_route(self, error: NoRoute, now: float) -> None:
         """A gap that opened on the way may close again: the registry learns, peers come back."""
-        repair = self._repairing(str(error), now)
-        repair.last_error = error
-        if repair.no_route_since is None:
-            repair.no_route_since = now
-        if now - repair.no_route_since >= self._config.no_route_patience_s:
+        if self._repairing(str(error), now).no_route(error, now, self._config):
             self._fail(error)
         else:
             self._wait(self._pause_s(), now)
 
     def _pause_s(self) -> float:
-        """Jittered and doubling, so that clients in trouble don't march in step."""
-        attempts = self._repair.attempts if self._repair is not None else 0
-        longest = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(max(0, attempts - 1), 10))
-        return longest * (0.5 + self._rng.random() / 2)
+        return pause_s(self._repair.attempts if self._repair is not None else 0, self._rng)
 
     def _wait(self, pause_s: float | None, now: float) -> None:
         self._enter(Phase.WAITING)
-        self._overdue_at = self._inquiry = None
+        self._inquiry = None
+        self._overdue.stop()
         self._wake_at = None if pause_s is None else now + pause_s
 
     # ------------------------------------------------------------------------ starting an epoch
@@ -421,8 +342,10 @@ class Session:
         self._plan_now, self._route = plan, plan.route.hops
         self._inquiry = self._wake_at = None
         self._opened_at = now
-        self._figures.clear()
-        self._say_repair()
+        self._overdue.new_epoch()
+        if self._repair is not None:
+            self._effects.append(self._repair.started(self._route))
+        epoch = Epoch(self._epoch, plan, self._config)
         chain = {HopKey(PeerId(hop.peer), hop.span.start): hop for hop in self._route}
         for key in [key for key in self._held if key not in chain]:
             self._close(key)
@@ -432,44 +355,13 @@ class Session:
                 held = self._held[key] = _Held(hop)
             held.answered = False
             if held.opened:
-                self._send(key, self._prepare_message(index))
+                self._send(key, epoch.prepare(index))
                 if held.reserved < self._config.reserve:
                     self._send(key, Extend(self._epoch, self._config.reserve))
             else:
                 held.length = held.oldest = 0
-                self._send(key, self._open_message(index))
+                self._send(key, epoch.open(index))
         self._arm_opening(now)
-
-    def _prepare_message(self, index: int) -> Prepare:
-        assert self._plan_now is not None
-        descriptors = self._plan_now.descriptors
-        refs = [
-            HopRef(PeerId(hop.peer), hop.span.start, descriptors.get(PeerId(hop.peer), b""))
-            for hop in self._route
-        ]
-        return Prepare(
-            session=self._config.session,
-            epoch=self._epoch,
-            span=self._route[index].span,
-            previous=refs[index - 1] if index else None,
-            next=refs[index + 1] if index + 1 < len(refs) else None,
-            first=refs[0],
-            last=refs[-1],
-        )
-
-    def _open_message(self, index: int) -> Open:
-        place = self._prepare_message(index)
-        return Open(
-            session=place.session,
-            epoch=place.epoch,
-            span=place.span,
-            previous=place.previous,
-            next=place.next,
-            first=place.first,
-            last=place.last,
-            fingerprint=self._config.fingerprint,
-            reserve=self._config.reserve,
-        )
 
     def _arm_opening(self, now: float) -> None:
         assert self._plan_now is not None
@@ -506,32 +398,13 @@ class Session:
             resume_at = min(resume_at, self._rewound_to)
         has = [self._held[key].kept(resume_at) for key in self._keys]
         self._granted = self._read_upto + self._config.credit_window
+        assert self._plan_now is not None
+        epoch = Epoch(self._epoch, self._plan_now, self._config)
         for index, key in enumerate(self._keys):
-            next_has = has[index + 1] if index + 1 < len(has) else resume_at
-            self._send(key, self._resume_message(index, has[index], next_has, resume_at))
+            self._send(key, epoch.resume(index, has, resume_at, self._ids, self._granted))
         chunk = self._config.chunk
         self._chunks = -(-(resume_at - min(has)) // chunk) + -(-(len(self._ids) - resume_at) // chunk)
         self._owe(now)
-
-    def _resume_message(self, index: int, have: int, next_has: int, resume_at: int) -> Resume:
-        resume = Resume(self._epoch, have, next_has, resume_at)
-        first, last = index == 0, index == len(self._route) - 1
-        if first or last:
-            # A hop knows the ids of every position that it finished, so it needs those from there on.
-            ids = ids_tensor(self._ids[have:])
-            resume = dataclasses.replace(resume, ids_from=have, ids=ids)
-        if last:
-            bias_ids, bias = bias_tensors(self._config.sampling)
-            resume = dataclasses.replace(
-                resume,
-                credit=self._granted,
-                limit=self._config.limit,
-                stop_ids=self._config.stop_ids,
-                sampling=self._config.sampling,
-                bias_ids=bias_ids,
-                bias=bias,
-            )
-        return resume
 
     # ------------------------------------------------------------------------ what hops say
 
@@ -595,7 +468,9 @@ class Session:
         self._rejected_by.clear()
         self._note_time(now)
         self._effects.append(Grew(tuple(ids), known, message.finish, message.spent, likelihoods))
-        self._say_repaired(now)
+        if self._repair is not None:
+            self._effects.append(self._repair.ended(self._route, now))
+            self._repair = None
         if message.finish is not None:
             self._end(Phase.DONE, message.finish)
             return
@@ -625,8 +500,7 @@ class Session:
         wait = max(self._config.min_deadline_s, self._config.deadline_factor * expected_s)
         if self._repair is not None:
             wait *= self._repair.slack
-        self._overdue_at = now + wait
-        self._stretch_until = now + wait * WORKING_STRETCH
+        self._overdue.begin(wait, now)
 
     def _owe(self, now: float) -> None:
         """From now on the next token is owed, if there is credit for it."""
@@ -637,9 +511,9 @@ class Session:
     def _progress(self, now: float) -> None:
         """The ring is shown to move: a whole deadline again for what is owed."""
         self._inquiry = None
-        self._progress_at = now
+        self._overdue.progress(now)
         if self._owed_since is None:
-            self._overdue_at = None
+            self._overdue.stop()
             return
         assert self._plan_now is not None
         step_s = self._plan_now.step_s
@@ -648,15 +522,8 @@ class Session:
         self._arm(step_s + chunks * self._timings.p99("chunk", self._plan_now.chunk_s), now)
 
     def _working(self, key: HopKey, message: Working, now: float) -> None:
-        """Slow is not dead: extend, and start over where the figure shows progress."""
-        if self.phase is Phase.OPENING or self._overdue_at is None:
-            return
-        if message.length > self._figures.setdefault(key, message.length):
-            self._figures[key] = message.length
-            self._stretch_until = max(self._stretch_until, now + (self._stretch_until - self._progress_at))
-            self._progress_at = now
-        wait = self._config.min_deadline_s
-        self._overdue_at = max(self._overdue_at, min(now + wait, self._stretch_until))
+        if self.phase is not Phase.OPENING:
+            self._overdue.still_working(key, message.length, self._config.min_deadline_s, now)
 
     def tick(self, now: float) -> None:
         if self.phase in OVER or not self._online:
@@ -670,8 +537,8 @@ class Session:
             self._plan_again(now, patient=True)
         if self._inquiry is not None and now >= self._inquiry.next_at:
             self._continue_inquiry(self._inquiry, now)
-        elif self._overdue_at is not None and now >= self._overdue_at:
-            self._overdue_at = None
+        elif self._overdue.at is not None and now >= self._overdue.at:
+            self._overdue.stop()
             self._start_inquiry(now)
 
     # ------------------------------------------------------------------------ who is to blame
@@ -724,16 +591,13 @@ class Session:
                 self._peer_fault(key.peer, judged.reason, now)
             case Blame.ENGINE:
                 self._blame(key.peer, judged.reason, now)
-                repair = self._repairing(judged.reason, now)
-                repair.slack = min(MOST_SLACK, 2 * repair.slack)
+                self._repairing(judged.reason, now).wait_longer()
                 self._trouble(PeerFailed(key.peer, judged.reason), now)
 
     def _blame(self, peer: PeerId, reason: str, now: float) -> None:
         """Keep this peer out of plans for a while, and give up what it holds."""
         self._excluded.peer_failed(peer, now)
-        repair = self._repairing(str(PeerFailed(peer, reason)), now)
-        if peer not in repair.lost:
-            repair.lost.append(peer)
+        self._repairing(str(PeerFailed(peer, reason)), now).lose(peer)
         for key in [key for key in self._held if key.peer == peer]:
             self._close(key)
 
@@ -797,9 +661,7 @@ class Session:
         else:
             del self._held[key]
             self._effects.append(Release(key))
-        repair = self._repairing(str(error), now)
-        repair.refusals += 1
-        if repair.refusals % REFUSALS_IN_A_REPAIR == 0:
+        if self._repairing(str(error), now).refused():
             self._start_over(error, now)
         else:
             self._trouble(error, now)
@@ -858,60 +720,30 @@ class Session:
         if self._give_up(error, now):
             return
         assert self._repair is not None
-        if self._repair.attempts > QUICK_ATTEMPTS:
-            self._wait(self._pause_s(), now)
-        else:
+        if self._repair.is_hasty:
             self._plan_again(now)
+        else:
+            self._wait(self._pause_s(), now)
 
     def _give_up(self, error: SwarmError, now: float) -> bool:
         """Count this trouble; whether that was one too many."""
         repair = self._repairing(str(error), now)
         if self.phase in (Phase.RESUMING, Phase.RUNNING) and len(self._ids) >= self._granted:
-            repair.attempts, repair.patient_since = 0, now  # it had succeeded, but nobody reads
-        repair.attempts += 1
-        repair.last_error = error
-        repair.no_route_since = None
-        late = now - repair.patient_since >= self._config.patience_s
-        if repair.attempts < self._config.max_attempts and not (
-            late and repair.attempts >= self._config.min_attempts
-        ):
+            repair.begin_anew(now)
+        if not repair.failed(error, now, self._config):
             return False
         generated = self._ids[len(self._config.prompt) :]
         tried = f"no chain made a token in {repair.attempts} attempts, try again later; the last one: {error}"
         self._fail(GenerationFailed(tried, token_ids=generated))
         return True
 
-    def _repairing(self, reason: str, now: float) -> _Repair:
+    def _repairing(self, reason: str, now: float) -> Repair:
         """The repair under way; begun for this reason if there is none."""
         if self._repair is None:
             owed = self._owed_since if self.phase in (Phase.RESUMING, Phase.RUNNING) else None
             since = now if owed is None else owed
-            self._repair = _Repair(reason, since, self._route, len(self._ids), patient_since=now)
+            self._repair = Repair(reason, since, self._route, len(self._ids), patient_since=now)
         return self._repair
-
-    def _say_repair(self) -> None:
-        repair = self._repair
-        if repair is not None:
-            self._effects.append(
-                RepairStarted(
-                    repair.reason, tuple(repair.lost), repair.hops_before, self._route, repair.at_token
-                )
-            )
-
-    def _say_repaired(self, now: float) -> None:
-        repair, self._repair = self._repair, None
-        if repair is not None:
-            self._effects.append(
-                Repaired(
-                    repair.reason,
-                    tuple(repair.lost),
-                    repair.hops_before,
-                    self._route,
-                    repair.at_token,
-                    now - repair.since,
-                    repair.attempts,
-                )
-            )
 
     # ------------------------------------------------------------------------ ends
 
@@ -923,7 +755,8 @@ class Session:
         self._enter(phase)
         for key in list(self._held):
             self._close(key)
-        self._overdue_at = self._wake_at = self._renew_at = self._inquiry = None
+        self._overdue.stop()
+        self._wake_at = self._renew_at = self._inquiry = None
         self._effects.append(Ended(finish))
 
     def _close(self, key: HopKey) -> None:

@@ -32,7 +32,7 @@ from peer.hop import HopConfig
 from peer.local import free_port
 from peer.service import PeerService
 from swarm import AsyncClient
-from swarm.session import SessionConfig
+from swarm.session_config import SessionConfig
 from tests.processes import ROOT, environment
 from tests.tiny_model import change_json, weights, write_tiny_model
 from tests.tiny_swarm import CONTEXT, LAYERS, WITHIN_S, Background, Oracle, TinySwarm, write_model

@@ -31,7 +31,7 @@ from swarm.errors import GenerationFailed, NoRoute, UsageError
 from swarm.generation import _Progress
 from swarm.identity import Identity
 from swarm.messages import NOTHING_SPENT, Likelihoods, Opened, Spent
-from swarm.session import SessionConfig
+from swarm.session_config import SessionConfig
 from swarm.transport import Transport
 from tests.stranger import open_message
 from tests.tiny_swarm import CHAINS, CONTEXT, EOS, PATIENT, WITHIN_S, Tiny, TinySwarm

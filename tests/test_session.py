@@ -37,7 +37,8 @@ from swarm.messages import (
     Working,
 )
 from swarm.plans import Plan, PlanRequest, Timings
-from swarm.session import OVER, Phase, Session, SessionConfig
+from swarm.session import OVER, Phase, Session
+from swarm.session_config import SessionConfig
 from swarm.tensors import RawTensor, ids_tensor, read_ids
 
 A, B, C, D = (peer_id(bytes([n]) * 32) for n in range(1, 5))
@@ -422,7 +423,7 @@ def test_answers_that_differ_show_progress_and_blame_nobody() -> None:
     talk.pass_time(1.0)
     where(talk, A, ask + 1)
     where(talk, C, ask + 1, finished=2)
-    assert talk.session.phase is Phase.RUNNING and talk.session._overdue_at == talk.now + 2.0
+    assert talk.session.phase is Phase.RUNNING and talk.session._overdue.at == talk.now + 2.0
 
 
 def test_working_extends_a_deadline_at_most_five_fold() -> None:

@@ -13,7 +13,8 @@ from swarm.errors import GenerationFailed, NoRoute, Refused, StepRejected
 from swarm.identity import PeerId
 from swarm.messages import Close, Open, RefusedMessage, Sampling
 from swarm.plans import Plan, PlanRequest
-from swarm.session import Phase, SessionConfig
+from swarm.session import Phase
+from swarm.session_config import SessionConfig
 from tests.sim.session_world import (
     FINGERPRINT,
     LAYERS,

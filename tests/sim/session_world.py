@@ -60,7 +60,8 @@ from swarm.messages import (
     encode,
 )
 from swarm.plans import Plan, PlanRequest
-from swarm.session import Phase, Session, SessionConfig, _Held
+from swarm.session import Phase, Session, _Held
+from swarm.session_config import SessionConfig
 from swarm.tensors import RawTensor, ids_tensor, read_ids
 
 LAYERS = 6
@@ -1107,13 +1108,14 @@ def _length_counts_taken_steps_in_prepared() -> Callable[[], None]:
 
 
 def _prepare_after_any_open() -> Callable[[], None]:
-    open_message = Session._open_message
+    arm_opening = Session._arm_opening
 
-    def eager(self: Session, index: int) -> Open:
-        self._held[self._keys[index]].opened = True
-        return open_message(self, index)
+    def eager(self: Session, now: float) -> None:
+        for held in self._held.values():
+            held.opened = True
+        arm_opening(self, now)
 
-    return _patched(Session, "_open_message", eager)
+    return _patched(Session, "_arm_opening", eager)
 
 
 def _no_rewind_bound() -> Callable[[], None]:
