@@ -37,6 +37,9 @@ def test_a_figure_that_grows_starts_the_five_waits_over() -> None:
     assert deadline.at == 118.0
     deadline.still_working(KEY, 6, 2.0, 118.5)
     assert deadline.at == 119.0
+    deadline.still_working(KEY, 7, 2.0, 118.0)  # ten more, counted from 109
+    deadline.still_working(KEY, 7, 2.0, 127.5)
+    assert deadline.at == 128.0
 
 
 def test_the_figures_of_an_older_epoch_show_no_progress_in_this_one() -> None:
