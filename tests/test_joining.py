@@ -167,8 +167,9 @@ async def test_an_error_of_our_own_is_nobodys_silence() -> None:
         raise ZeroDivisionError
 
     around.joining._hands = dataclasses.replace(around.joining._hands, become_neighbours=fail)
-    with pytest.raises(ZeroDivisionError):
-        await around.joining.join([GIVEN], [])
+    for given, remembered in (([GIVEN], []), ([], [GIVEN])):  # where nobody answered it would start alone
+        with pytest.raises(ZeroDivisionError):
+            await around.joining.join(given, remembered)
 
 
 async def test_a_client_that_found_a_remembered_peer_listens_to_the_lan_no_more(
