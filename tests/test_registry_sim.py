@@ -12,7 +12,9 @@ import sys
 
 import pytest
 
+from tests import test_registry, test_table
 from tests.sim.__main__ import replay_command
+from tests.sim.mutations import TOLD, without
 from tests.sim.registry_trial import Trial
 
 SEEDS, BLOCK = 40, 8
@@ -46,3 +48,11 @@ def test_one_seed_gives_one_trace_in_any_process() -> None:
 
 def test_different_seeds_give_different_traces() -> None:
     assert Trial(QUICK_SEED).run().trace != Trial(QUICK_SEED + 1).run().trace
+
+
+@pytest.mark.parametrize("rule", sorted(TOLD))
+def test_a_rule_that_no_history_misses_is_missed_by_the_story_that_is_named(rule: str) -> None:
+    (story,) = (getattr(told, TOLD[rule]) for told in (test_registry, test_table) if hasattr(told, TOLD[rule]))
+    story()
+    with without(rule), pytest.raises((AssertionError, ValueError)):
+        story()

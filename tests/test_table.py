@@ -348,6 +348,14 @@ def test_no_head_is_younger_than_what_is_known_of_it_here() -> None:
     assert held.live(115.1) == ()
 
 
+def test_a_head_that_was_told_dead_first_is_no_younger_than_that_telling() -> None:
+    held = Table()
+    held.accept(told(seq=10, beat=11), now=100.0)
+    held.accept(told(seq=10, beat=12, age_s=99.0), now=104.0)
+    assert held.accept(told(seq=10, beat=12, age_s=0.0), now=112.0) is Verdict.CHANGED
+    assert [entry.lease_left_s for entry in held.live(112.0)] == [pytest.approx(104.0 + LEASE_S - 112.0)]
+
+
 def test_opinions_on_one_head_are_bounded() -> None:
     held = Table()
     held.accept(told(age_s=14.0), now=100.0)
