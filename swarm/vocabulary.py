@@ -133,9 +133,11 @@ def _check(step: dict[str, Any]) -> None:
     kind = step.get("type")
     if kind not in DECODERS:
         raise MessageError(f"the decoder that the peer sent has a step of a kind unknown here: {str(kind)[:60]!r}")
-    pattern = step.get("pattern", {"String": ""})
+    pattern = step.get("pattern", None if kind == "Replace" else {"String": ""})
     if not isinstance(pattern, dict) or set(pattern) != {"String"}:
         raise MessageError("the decoder that the peer sent replaces by a regular expression, which may take for ever")
+    if not isinstance(pattern["String"], str):
+        raise MessageError(f"the decoder that the peer sent replaces {str(pattern['String'])[:60]!r}, which is no text")
     for text in (pattern["String"], *(value for name, value in step.items() if name != "pattern")):
         if not isinstance(text, str | bool | int) or (isinstance(text, str) and len(text) > MAX_DECODER_TEXT):
             raise MessageError(f"the decoder that the peer sent has a {kind} with {str(text)[:60]!r} in it")

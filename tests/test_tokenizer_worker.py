@@ -15,6 +15,7 @@ from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 from swarm.errors import MessageError, TokenizerFailed
 from swarm.template import TemplateRenderer
 from swarm.tokenizer import TextCodec, TokenizerLimits, TokenizerProcess
+from swarm.vocabulary import Vocabulary
 from tests.test_tokenizer import FACTS, TEMPLATE, byte_fallback, byte_level
 
 FOR_EVER = "(a+)+$"  # exponential in the number of a's
@@ -152,6 +153,22 @@ DECODERS: dict[str, tuple[object, str]] = {
     "one that bloats from nothing": ({"type": "Replace", "pattern": {"String": ""}, "content": "b" * 9}, "10 times"),
     "a long suffix": ({"type": "BPEDecoder", "suffix": "a" * 65}, "BPEDecoder with 'aaaa"),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        {"type": "Replace", "content": " "},
+        {"type": "Replace", "pattern": {"String": -1}, "content": " "},
+        {"type": "Replace", "pattern": {"String": True}, "content": " "},
+        {"type": "Replace", "pattern": {"String": "a"}, "content": 3},
+        {"type": "Replace", "pattern": {"String": "a"}},
+    ],
+)
+def test_a_decoder_of_a_process_that_was_taken_over_is_refused_too(step: object) -> None:
+    """The library itself would never have said such a thing."""
+    with pytest.raises(MessageError, match="the decoder that the peer sent"):
+        Vocabulary(b"", b"", b"", {"type": "Sequence", "decoders": [step]})
 
 
 @pytest.mark.parametrize(("decoder", "words"), DECODERS.values(), ids=DECODERS)
