@@ -18,7 +18,11 @@ from typing import Any
 
 import msgpack
 
+from peer.checkpoint import no_progress
+from peer.directory import DirectoryFiles
+from peer.fingerprint import FileHashes
 from peer.gguf_header import read_gguf_header
+from peer.layout import read_layout
 from peer.safetensors_header import parse_header
 from swarm import addresses as address_module
 from swarm import messages, packing
@@ -36,6 +40,7 @@ from swarm.tokenizer import MAX_FILE_BYTES, Loaded, bundle_hash, ids_of
 from swarm.vocabulary import MAX_SPELLINGS_BYTES, MAX_VOCABULARY, TEXT
 from swarm.wire import LAST
 from tests.fuzz import samples, targets
+from tests.fuzz.targets import scratch, written
 from tests.wire_pair import Pair, connected
 
 Work = Callable[[], object]
@@ -446,7 +451,20 @@ def gguf() -> Cases:
 
 
 def configurations() -> Cases:
-    many = json.dumps({"model_type": "llama", "weight_map": {f"w{n}": "m.safetensors" for n in range(200_000)}})
+    """config.json, and the index of weights, as large as they may be."""
+    empty = '{"model_type": "llama", "x": [' + "[]," * 174_000 + "0]}"
     deep = '{"model_type": ' + "[" * 100_000
-    for label, text in (("an index of 200,000 tensors", many), ("nested 100,000 deep", deep)):
+    for label, text in (("512 KiB of empty lists", empty), ("nested 100,000 deep", deep)):
         yield label, lambda text=text: partial(targets.feed_config, text.encode())  # type: ignore[misc]
+    weight = '"model.layers.{0}.mlp.experts.{0}.down_proj.weight":"m{1}.safetensors"'
+    many = ",".join(weight.format(n, n % 3) for n in range(250_000))
+    lists = "[]," * 7_000_000
+    for label, text in (("an index of 250,000 tensors", many), ("an index of 21 MB of empty lists", lists)):
+        yield label, lambda text=text: partial(_indexed, f'{{"weight_map": {{{text}}}}}')  # type: ignore[misc]
+
+
+def _indexed(text: str) -> None:
+    written("model/model.safetensors.index.json", text.encode())
+    shards = {f"m{number}.safetensors": 1 for number in range(3)}
+    sizes = {"config.json": 2, "model.safetensors.index.json": len(text), **shards}
+    read_layout(DirectoryFiles("indexed", scratch() / "model", sizes, FileHashes(scratch() / "hashes")), no_progress)

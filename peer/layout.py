@@ -48,7 +48,7 @@ UNUSED = (
     "base_model_tp_plan", "base_model_pp_plan", "base_model_ep_plan", "return_dict", "torchscript",
     "output_attentions", "output_hidden_states", "num_labels", "id2label", "label2id",
 )  # fmt: skip
-MAX_JSON_BYTES = 1 << 20  # of a config; real ones have some kilobytes, and decoding takes up to forty times as much
+MAX_JSON_BYTES = 512 << 10  # of a config; real ones have some kilobytes, what is made of it up to 65 times as much
 MAX_INDEX_BYTES = 24 << 20  # of 100,000 tensors: 9 MB
 MAX_NAME = 1024  # characters, of a tensor or a file
 MAX_METADATA = 4096  # beside the index: how many bytes there are in all, and who wrote it

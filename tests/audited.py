@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import faulthandler
 import json
 import os
 import pickle
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 MARKER = "marker_of_the_network"
+WITHIN_S = 100.0  # each of the two passes; ten seconds, on a quiet machine
 AT_ONCE = 20  # messages, each on a stream of its own
 # every event of the interpreter that turns data into code, or starts something
 RUNS_CODE = (
@@ -46,11 +48,23 @@ class Witness:
     def _hook(self, event: str, args: tuple[Any, ...]) -> None:
         if not self._recording:
             return
-        said = f"{event} {args!r}"[:2000]
+        said = f"{event} {shown(args)}"[:2000]
         if event in RUNS_CODE:
             self.ran.append(said)
         if MARKER in said:
             self.named.append(said)
+
+
+def shown(value: object) -> str:
+    """Texts and numbers as they are, of all else its type: what the hook is called in the midst of may hold locks that
+    the object's own __repr__ would wait for."""
+    if value is None or isinstance(value, str | bytes | bytearray | int | float):
+        return repr(value)
+    if isinstance(value, tuple | list | set | frozenset):
+        return f"[{', '.join(map(shown, value))}]"
+    if isinstance(value, dict):
+        return shown(list(value.items()))
+    return type(value).__name__
 
 
 class Evil:
@@ -144,13 +158,16 @@ async def main() -> None:
                 except SwarmError as error:
                     print(json.dumps({"refused": type(error).__name__}), flush=True)
 
-        await hostile(peers, messages, plain)  # so that all that is imported at its first use has been
+        async with asyncio.timeout(WITHIN_S):
+            await hostile(peers, messages, plain)  # so that all that is imported at its first use has been
         witness.begin()
-        await hostile(peers, messages, plain)
+        async with asyncio.timeout(WITHIN_S):
+            await hostile(peers, messages, plain)
         witness.end()
         tiny.close()
     print(json.dumps({"ran": witness.ran, "named": witness.named}), flush=True)
 
 
 if __name__ == "__main__":
+    faulthandler.dump_traceback_later(2 * WITHIN_S + 50.0, exit=True)  # whatever it is that hangs
     asyncio.run(main())

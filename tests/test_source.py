@@ -513,8 +513,8 @@ def test_a_config_that_no_json_reader_takes_is_refused(model: Path, cache: Path,
 
 def test_a_config_larger_than_any_is_refused_unread(model: Path, cache: Path) -> None:
     with (model / "config.json").open("ab") as file:
-        file.truncate((1 << 20) + 1)
-    assert "1,048,576 are accepted" in refusal(model, cache, BrokenModel)
+        file.truncate((512 << 10) + 1)
+    assert "524,288 are accepted" in refusal(model, cache, BrokenModel)
 
 
 @pytest.mark.parametrize("change", [{"num_hidden_layers": 1 << 31}, {"text_config": {"n_layer": 4097}}])
