@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 
 from swarm.addresses import Address
-from swarm.dialback import MISSES, DialsBack, Reachability
+from swarm.dialback import DIAL_BACKS_AT_ONCE, MISSES, DialsBack, Reachability
 from swarm.errors import Unreachable
 from swarm.identity import Identity, PeerId
+from swarm.link import Link
+from swarm.messages import DialBack, DialledBack
 from swarm.permits import Permits
 
 ASKER, OTHER = (Identity.from_seed(seed * 32).peer_id for seed in (b"a", b"o"))
@@ -104,3 +106,44 @@ async def test_only_the_asker_itself_counts_as_reached() -> None:
     assert await backs._dial_back(link, "45.9.9.7:7070")
     assert not await backs._dial_back(link, "45.9.9.8:7070")
     assert len(dialled) == 2  # nobody is dialled elsewhere
+
+
+async def test_an_answer_says_nothing_of_addresses_that_werent_asked_about() -> None:
+    class Says:
+        async def send(self, message: object) -> None:
+            assert message == DialBack(("45.1.1.1:1",))
+
+        async def receive(self) -> object:
+            return DialledBack(("45.1.1.1:1", "45.6.6.6:6"))
+
+        def finish(self) -> None:
+            pass
+
+    link: Any = type("Link", (), {"open_stream": staticmethod(Says)})()
+    assert await Reachability._dialled_back(Looking(()), link, ("45.1.1.1:1",)) == {"45.1.1.1:1"}
+
+
+async def test_only_so_many_are_dialled_back_at_once() -> None:
+    """Whoever makes a hundred peers ask at one moment has four of them looked for, and then the next."""
+    going, most, answers = 0, 0, []
+
+    class Back(DialsBack):
+        async def _dial_back(self, asker: Link, text: str) -> bool:
+            nonlocal going, most
+            going, most = going + 1, max(most, going + 1)
+            for _ in range(3):
+                await asyncio.sleep(0)
+            going -= 1
+            return True
+
+    class Asks:
+        link: Any = type("Link", (), {"peer": ASKER, "remote": ("127.0.0.1", 4000)})()
+
+        async def send(self, message: object) -> None:
+            answers.append(message)
+
+    wire: Any = None
+    backs, stream = Back(wire, Permits(lambda peer: (), lambda: ())), Asks()
+    asked: list[Any] = [backs.answer(stream, DialBack(("127.0.0.1:1",))) for _ in range(100)]  # type: ignore[arg-type]
+    await asyncio.gather(*asked)
+    assert most == DIAL_BACKS_AT_ONCE and answers == [DialledBack(("127.0.0.1:1",))] * 100

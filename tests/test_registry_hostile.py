@@ -299,6 +299,20 @@ def test_a_flood_from_one_group_leaves_room_for_everybody_else() -> None:
         assert len(world.listed(name)) <= 64 + 4
 
 
+def test_what_has_no_room_costs_whoever_tells_it_more_than_its_work() -> None:
+    core = Registry(Identity.from_seed(b"v" * 32), now=0.0, rng=random.Random(5), check=lambda *_: None)
+    core.attach(1, somebody(1).peer_id, Kind.GOSSIP, opened_here=True, now=0.0)
+    (neighbour,) = core.neighbours
+    flood = [told(identity=somebody(n), addresses=(f"45.9.9.{n}:7070",)) for n in range(100, 167)]
+    for one in flood[:64]:  # all that a group has room for
+        core.receive(1, Delta((one,)), 0.0)
+    left = neighbour.share.room(0.0)
+    for one in flood[64:]:
+        core.receive(1, Delta((one,)), 0.0)
+    assert left - neighbour.share.room(0.0) >= 3 * budget.USELESS
+    assert len(core.table) == 64
+
+
 def test_claims_to_a_strangers_group_are_found_empty_one_by_one() -> None:
     """The group of an honest newcomer is full of claims: it is dialled into, and who isn't there goes."""
     core = Registry(Identity.from_seed(b"v" * 32), now=0.0, rng=random.Random(5), check=lambda *_: None)

@@ -94,6 +94,13 @@ def test_a_handshake_whose_last_message_trickles_is_cut() -> None:
     assert after_s <= LIMITS.handshake_s and isinstance(events[-1], Closed) and b.peer is None
 
 
+def test_a_dialler_isnt_kept_by_an_answer_that_trickles() -> None:
+    a, b = Connection("initiator", ALICE, "main"), Connection("responder", BOB, "main")
+    b.receive_data(a.data_to_send(), 0.0)
+    after_s, events = until_closed(a, trickle(b.data_to_send()))
+    assert after_s <= LIMITS.handshake_s and isinstance(events[-1], Closed) and a.peer is None
+
+
 def test_a_handshake_of_more_than_two_kibibytes_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     """By construction none of its parts can be that long; the sum is counted all the same."""
     tight = replace(LIMITS, handshake_bytes=50)
