@@ -1,6 +1,6 @@
 """KV memory: a ledger of reservations (no torch) and the tensors behind them.
 
-Invariants: the ledger's reservations never exceed its total; a session's tensors never hold more
+Invariants: the ledger's reservations never exceed its total; a session never writes more
 than it reserved; `SessionCache.length` counts only positions of steps that finished, so a
 step that fails half way has changed nothing that anyone will read; a step never attends to a position
 that a window has let go.
@@ -8,13 +8,15 @@ that a window has let go.
 How memory is made real. The pool's bytes are a line of the peer's budget, the ledger never gives out
 more than that, and `KvPool.rehearse` allocates and touches all of it once before the peer says that it
 serves. On an accelerator torch's allocator keeps what was rehearsed, so it stays ours. On a CPU it goes
-back to the system, and each session's memory is taken in one piece when it opens: the default budget is
+back to the system, and each session becomes real page by page as it is written (`_Arena`): the default budget is
 half of what is available, so only a foreign process that eats the other half could come between. One
 committed arena instead would need compaction, or refuse sessions for want of a contiguous gap.
 
-The ledger is called by the asyncio loop, the tensors are touched only by the engine's thread; growing is
-therefore asked for by the one (`extend`) and done by the other (`SessionCache.begin`), layer by
-layer, so that a growing session costs one layer's copy and disturbs no neighbour.
+Growing. On a CPU a session gets addresses for the peer's whole context when it opens, which cost nothing until they are
+written: growing is arithmetic, and closing gives the pages back at once. What is real exceeds what is reserved by a
+page at the end of each head at most. On an accelerator, and where the system gives no such addresses, a session that
+grows is copied layer by layer. The ledger is called by the asyncio loop, the tensors are touched only by the engine's
+thread; so that is asked for by the one (`extend`) and done by the other (`SessionCache.begin`).
 
 Windows. A layer that attends to a window has room for window + R positions (`kv.py`). When a step would not
 fit, what it and R need is moved to the front, once in about `chunk` positions: keys stay one run of
@@ -24,6 +26,10 @@ part of what reading the window costs it. Cutting a session only ever changes it
 
 from __future__ import annotations
 
+import contextlib
+import math
+import mmap
+import os
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -33,6 +39,9 @@ from swarm.errors import CacheFull, CannotRewind, CapacityError, OutOfStep
 
 if TYPE_CHECKING:
     import torch
+
+
+ALIGNED = 64  # bytes: a cache line, and the widest vector
 
 
 class KvLedger:
@@ -104,16 +113,38 @@ class KvLedger:
         self.used += amount
 
 
+class _Arena:
+    """A run of addresses out of which a session's tensors are cut. Freed with the last of them. Raises OSError where
+    the system gives no `size` bytes of addresses (it counts them as memory, or they are far more than it has)."""
+
+    def __init__(self, size: int, dtype: torch.dtype) -> None:
+        import torch
+
+        if os.name != "posix":
+            raise OSError("addresses cost memory here")
+        mapped = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with contextlib.suppress(AttributeError, OSError):  # a huge page is real as a whole when one byte is written
+            mapped.madvise(mmap.MADV_NOHUGEPAGE)
+        self._memory, self._dtype, self._used = torch.frombuffer(mapped, dtype=torch.uint8), dtype, 0
+
+    def make(self, *shape: int) -> torch.Tensor:
+        start = self._used
+        self._used += math.prod(shape) * self._dtype.itemsize
+        made = self._memory[start : self._used].view(self._dtype).view(shape)
+        self._used += -self._used % ALIGNED
+        return made
+
+
 class LayerStore:
     """One layer's keys and values of one session: its positions from `base` on.
 
     keys: [1, heads, room, key_dim], values: [1, heads, room, value_dim].
     """
 
-    __slots__ = ("_make", "_reach", "base", "keys", "kv", "room", "values")
+    __slots__ = ("_reach", "base", "keys", "kv", "room", "values")
 
     def __init__(self, kv: LayerKV, positions: int, reach: Reach, make: Callable[..., torch.Tensor]) -> None:
-        self.kv, self._reach, self._make = kv, reach, make
+        self.kv, self._reach = kv, reach
         self.base, self.room = 0, kv.stored(positions, reach)
         self.keys, self.values = make(1, kv.heads, self.room, kv.key_dim), make(1, kv.heads, self.room, kv.value_dim)
 
@@ -163,22 +194,23 @@ class LayerStore:
         room, held = self.kv.stored(positions, self._reach), length - self.base
         if room <= self.room:
             return
-        keys, values = self._make(*_with_room(self.keys, room)), self._make(*_with_room(self.values, room))
+        keys, values = _with_room(self.keys, room), _with_room(self.values, room)
         keys[:, :, :held], values[:, :, :held] = self.keys[:, :, :held], self.values[:, :, :held]
         self.room, self.keys, self.values = room, keys, values
 
 
-def _with_room(tensor: torch.Tensor, room: int) -> tuple[int, ...]:
-    return (*tensor.shape[:2], room, tensor.shape[3])
+def _with_room(tensor: torch.Tensor, room: int) -> torch.Tensor:
+    return tensor.new_empty((*tensor.shape[:2], room, tensor.shape[3]))
 
 
 class SessionCache:
     """One session's keys and values over `span`. Used by the engine's thread only, but for `grow_to`.
 
     layers[i]: what layer span.start + i keeps. chunk: of the windows' `Reach`, None where nothing has a window.
+    most: positions that it may grow to without being copied, where that costs nothing; by default those reserved.
     """
 
-    __slots__ = ("__weakref__", "_room", "chunk", "freed", "layers", "length", "reserved", "span")
+    __slots__ = ("__weakref__", "_reach", "_room", "chunk", "freed", "layers", "length", "reserved", "span")
 
     def __init__(
         self,
@@ -189,16 +221,22 @@ class SessionCache:
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
         reach: Reach = REACH,
+        most: int | None = None,
     ) -> None:
         import torch
 
-        def make(*shape: int) -> torch.Tensor:
+        def empty(*shape: int) -> torch.Tensor:
             return torch.empty(shape, dtype=dtype, device=device)
 
         assert len(layers) == len(span)
-        self.span, self.reserved = span, reserved
+        make: Callable[..., torch.Tensor] = empty
+        self.span, self.reserved, self._reach = span, reserved, reach
         self.length, self._room, self.freed = 0, reserved, False
-        self.layers = [LayerStore(kv, reserved, reach, make) for kv in layers]
+        if most is not None and torch.device(device).type == "cpu":
+            size = sum(kv.elements * kv.stored(most, reach) * dtype.itemsize + 2 * ALIGNED for kv in layers)
+            with contextlib.suppress(OSError):
+                make, self._room = _Arena(size, dtype).make, max(reserved, most)
+        self.layers = [LayerStore(kv, self._room, reach, make) for kv in layers]
         self.chunk = reach.chunk if any(kv.window is not None for kv in layers) else None
 
     @property
@@ -258,7 +296,11 @@ class SessionCache:
 
     @property
     def nbytes(self) -> int:
-        return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.layers)
+        """Bytes that steps may write: of the room that there is, what is reserved."""
+        return sum(
+            min(layer.room, layer.kv.stored(self.reserved, self._reach)) * layer.kv.elements * layer.keys.itemsize
+            for layer in self.layers
+        )
 
 
 class KvPool:
@@ -324,6 +366,7 @@ class KvPool:
                 dtype=self.dtype,
                 device=self.device,
                 reach=self.sizes.reach,
+                most=max(positions, self.sizes.context),
             )
         except (RuntimeError, MemoryError) as error:
             self.ledger.free(key)

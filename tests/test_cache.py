@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+
+import psutil
 import pytest
 import torch
 
-from peer.cache import KvLedger, KvPool, SessionCache
+from peer import cache as cache_module
+from peer.cache import ALIGNED, KvLedger, KvPool, SessionCache
 from peer.kv import KvSizes, LayerKV
 from routing.spans import Span
 from swarm.errors import CacheFull, CapacityError, OutOfStep
@@ -90,6 +94,73 @@ def test_a_growing_session_keeps_what_it_has_and_disturbs_no_neighbour() -> None
     assert [layer.keys.data_ptr() for layer in second.layers] == neighbour
 
 
+def pointers(cache: SessionCache) -> list[int]:
+    return [side.data_ptr() for layer in cache.layers for side in (layer.keys, layer.values)]
+
+
+def large_pool(context: int = 1 << 16) -> KvPool:
+    """Of sessions that hold up to 4 x 2 x 256 x 2**16 floats, half a gigabyte each."""
+    kv = (LayerKV(heads=2, key_dim=128, value_dim=128),) * 4
+    sizes = KvSizes(kv, item_bytes=4, context=context, start=3)
+    return KvPool(sizes, CLAIM, sizes.bytes(context, CLAIM), dtype=torch.float32)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="where addresses cost memory, what grows is copied")
+def test_a_long_session_grows_without_a_copy_and_costs_what_it_has_written() -> None:
+    def resident() -> int:
+        return psutil.Process().memory_info().rss
+
+    pool, before = large_pool(), resident()
+    cache = pool.reserve("a", 64)
+    whole, where = pool.sizes.bytes(pool.sizes.context, CLAIM), pointers(cache)
+    for stop in (64, 4096, 8192):
+        pool.extend("a", stop)
+        start = cache.length
+        cache.begin(start, stop - start)
+        for layer in cache.layers:
+            layer.write(start, torch.full((1, 2, stop - start, 128), 1.0), torch.full((1, 2, stop - start, 128), 2.0))
+        cache.finish(stop)
+        assert pointers(cache) == where
+    written = pool.sizes.bytes(8192, CLAIM)
+    assert resident() - before > 0.9 * written  # they are real
+    assert resident() - before < 1.1 * written + (8 << 20) < 0.3 * whole
+    assert all((layer.keys[0, :, :8192] == 1.0).all() for layer in cache.layers)
+    with pytest.raises(CacheFull):  # addresses are no reservation
+        cache.begin(8192, 1)
+    pool.free("a")
+    del cache, layer
+    assert resident() - before < 0.1 * written + (8 << 20)  # gone at once
+
+
+def test_where_addresses_are_refused_a_session_has_what_it_reserved_and_is_copied(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refused(*_: object, **__: object) -> None:
+        raise OSError("no")
+
+    monkeypatch.setattr(cache_module.mmap, "mmap", refused)
+    pool = make_pool(100)
+    cache = pool.reserve("a", 5)
+    assert cache.layers[0].room == 5
+    fill(cache, 0, 5)
+    where = pointers(cache)
+    pool.extend("a", 40)
+    fill(cache, 5, 12)
+    assert pointers(cache) != where and cache.layers[3].room == 40
+    assert torch.equal(cache.layers[3].keys[0, 1, :12, 2], torch.arange(12.0) + 3000)
+
+
+def test_layers_of_one_arena_share_nothing() -> None:
+    kinds = (LayerKV(1, 3, 5), LayerKV(2, 1, 7, window=4), LayerKV(3, 2, 2))
+    sizes = KvSizes(kinds, item_bytes=2, context=1001)
+    cache = KvPool(sizes, Span(0, 3), sizes.bytes(1001, Span(0, 3)), dtype=torch.bfloat16).reserve("a", 7)
+    sides = [side for layer in cache.layers for side in (layer.keys, layer.values)]
+    for number, side in enumerate(sides):
+        assert side.data_ptr() % ALIGNED == 0
+        side.fill_(number)
+    assert all((side == number).all() for number, side in enumerate(sides))
+
+
 def test_a_rewound_session_writes_over_what_was_there() -> None:
     cache = make_pool().reserve("a", 10)
     fill(cache, 0, 8)
@@ -125,8 +196,9 @@ def test_freeing_gives_everything_back_a_thousand_times_over() -> None:
 
 
 def test_bytes_are_what_the_tensors_take() -> None:
-    cache = make_pool().reserve("a", 10)
-    assert cache.nbytes == SIZES.bytes(10, CLAIM) == 10 * POSITION
+    cache = SessionCache(CLAIM, SIZES.over(CLAIM), 10, dtype=torch.float32)
+    taken = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    assert taken == SIZES.bytes(10, CLAIM) == 10 * POSITION
 
 
 def test_a_pool_larger_than_the_machine_is_told_before_it_serves() -> None:
