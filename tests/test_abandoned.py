@@ -17,7 +17,8 @@ import torch
 from peer.admission import AdmissionConfig, OpenRate
 from peer.cache import SessionCache
 from peer.hop import HopConfig
-from peer.server import HopRun, Outbound
+from peer.outbound import Outbound
+from peer.server import HopRun
 from swarm.client import AsyncClient
 from swarm.link import Link, Stream
 from swarm.messages import Close, Credit, Open, Opened, RefusedMessage, Resume, Tokens, Working

@@ -314,6 +314,21 @@ async def test_a_step_that_runs_in_pieces_is_answered_once_with_all_of_its_rows(
     await engine.stop()
 
 
+async def test_an_id_is_drawn_after_the_last_piece_only(model: SpanModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    draw, positions = engine_module._draw, list[int]()
+
+    def noting(row: Any, ask: SampleAt) -> Any:
+        positions.append(ask.position)
+        return draw(row, ask)
+
+    monkeypatch.setattr(engine_module, "_draw", noting)
+    engine = Engine(model, EngineConfig(threads=1, batch=BatchConfig(prefill_tokens=10, long_tokens=10)))
+    engine.start()
+    await generate(engine, prompt(3, 34), 2)
+    await engine.stop()
+    assert positions == [34, 35] and engine.stats.turns == 5
+
+
 async def test_sessions_decode_beside_a_prompt_in_pieces(model: SpanModel, uncut: PreTrainedModel) -> None:
     """Everybody's text is right, and a decode step never waits for the whole of the prompt."""
     sizes: list[list[tuple[int, int]]] = []  # tokens, and how many the session may have
@@ -424,8 +439,8 @@ async def test_a_failure_in_a_later_piece_fails_the_step_and_the_rest_is_not_run
     with pytest.raises(CacheFull):  # told before the first piece has run
         await engine.submit(Job(cache, WHOLE, 10, ids=[5] * 51))
     assert faulty.calls == [1, 1] and cache.length == 10
-    assert (await engine.submit(Job(cache, WHOLE, 10, ids=[5] * 40))).packed == 1
-    await engine.stop()
+    await engine.stop(drain=True)
+    assert faulty.calls == [1, 1] and engine.stats.waiting == 0
 
 
 async def test_a_session_that_is_dropped_while_it_runs_is_not_run_to_its_end(model: SpanModel) -> None:

@@ -9,19 +9,10 @@ from transformers import CONFIG_MAPPING, PreTrainedModel
 from peer.attention import Row
 from peer.fused import TOLERANCE, _Norm, join
 from peer.model import PackedStep, SpanModel
-from peer.weights import load_span
 from routing.spans import Span
-from tests.tiny import COMMON, MemoryCheckpoint, random_model, tiny_config, tiny_model
+from tests.tiny import COMMON, loaded, random_model, tiny_config, tiny_model
 
 torch.set_num_threads(1)
-
-
-def loaded(model: PreTrainedModel, span: Span, dtype: torch.dtype = torch.float32) -> SpanModel:
-    checkpoint = MemoryCheckpoint(model)
-    try:
-        return load_span(checkpoint, span, dtype)
-    finally:
-        checkpoint.close()
 
 
 def whole(model: PreTrainedModel, dtype: torch.dtype = torch.float32) -> SpanModel:
@@ -90,6 +81,24 @@ def test_one_wrong_number_keeps_all_on_the_modules(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(f"peer.fused._Norm.{way}", wrong)
     assert whole(tiny_model("llama")).fused is None
+
+
+@pytest.mark.parametrize("multiplier", [0.6, 8**-0.5])
+def test_scores_are_scaled_as_the_model_says(multiplier: float) -> None:
+    """Granite's numbers, of which all but the attention's are one. Scaled by the heads' width it would be refused."""
+    ones = {"embedding_multiplier": 1.0, "logits_scaling": 1.0, "residual_multiplier": 1.0}
+    config = CONFIG_MAPPING["granite"](**{**COMMON, **ones, "attention_multiplier": multiplier})
+    assert whole(random_model(config)).fused is not None
+
+
+def test_what_comes_in_is_not_written_to() -> None:
+    """Layers add to their input in place; what they are given may be in a journal."""
+    model = loaded(tiny_model("llama"), Span(2, 4))
+    for tokens in (1, 3):
+        hidden = torch.randn(tokens, model.width)
+        before = hidden.clone()
+        model.forward(PackedStep(model.span, [Row(model.new_cache(3), 0, tokens)], hidden=hidden))
+        assert torch.equal(hidden, before)
 
 
 def test_a_norm_that_may_divide_by_zero_stays_with_the_modules() -> None:

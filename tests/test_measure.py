@@ -4,24 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import CONFIG_MAPPING, PreTrainedModel
+from transformers import CONFIG_MAPPING
 
 from peer.measure import check_it_runs
-from peer.model import SpanModel
-from peer.weights import load_span
 from routing.spans import Span
 from swarm.errors import BrokenModel
-from tests.tiny import COMMON, MemoryCheckpoint, random_model, tiny_model
+from tests.tiny import COMMON, loaded, random_model, tiny_model
 
 torch.set_num_threads(1)
-
-
-def loaded(model: PreTrainedModel, span: Span, dtype: torch.dtype = torch.float32) -> SpanModel:
-    checkpoint = MemoryCheckpoint(model)
-    try:
-        return load_span(checkpoint, span, dtype)
-    finally:
-        checkpoint.close()
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "mixtral"])

@@ -85,6 +85,21 @@ async def test_a_session_grows_up_to_the_context_and_no_farther(peers: TinySwarm
     peers.evict("ada")
 
 
+async def test_a_session_s_way_to_the_next_hop_ends_with_it(peers: TinySwarm, link: Link) -> None:
+    def outbound() -> list[asyncio.Task[object]]:
+        return [task for task in asyncio.all_tasks(peers.loop) if task.get_name().startswith("outbound")]
+
+    stream = link.open_stream()
+    await stream.send(open_message(peers, 1, 3))
+    assert await stream.receive() == Opened(1)
+    ways = peers.call(outbound)
+    assert len(ways) == 1 and not ways[0].done()
+    peers.evict("ada")
+    ended = asyncio.run_coroutine_threadsafe(asyncio.wait(ways, timeout=WITHIN_S), peers.loop)
+    await asyncio.wrap_future(ended)
+    assert peers.call(outbound) == []
+
+
 async def test_a_silent_session_is_not_let_go_for_one_that_would_not_fit_even_so(peers: TinySwarm, link: Link) -> None:
     ledger = peers.peers["ada"].pool.ledger
     silent, other = link.open_stream(), link.open_stream()

@@ -12,6 +12,9 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from peer.checkpoint import TensorSpec
+from peer.model import SpanModel
+from peer.weights import load_span
+from routing.spans import Span
 
 LAYERS = 6
 COMMON: dict[str, Any] = {
@@ -104,3 +107,12 @@ class MemoryCheckpoint(FolderCheckpoint):
 
     def close(self) -> None:
         self._temporary.cleanup()
+
+
+def loaded(model: PreTrainedModel, span: Span, dtype: torch.dtype = torch.float32) -> SpanModel:
+    """These layers of it, as a peer loads them."""
+    checkpoint = MemoryCheckpoint(model)
+    try:
+        return load_span(checkpoint, span, dtype)
+    finally:
+        checkpoint.close()
