@@ -51,7 +51,7 @@ def test_different_seeds_give_different_traces() -> None:
 
 
 @pytest.mark.parametrize("rule", sorted(TOLD))
-def test_a_rule_that_no_history_misses_is_missed_by_the_story_that_is_named(rule: str) -> None:
+def test_a_rule_that_none_of_these_histories_misses_is_missed_by_the_story_that_is_named(rule: str) -> None:
     (story,) = (getattr(told, TOLD[rule]) for told in (test_registry, test_table) if hasattr(told, TOLD[rule]))
     story()
     with without(rule), pytest.raises((AssertionError, ValueError)):

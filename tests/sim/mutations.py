@@ -3,7 +3,8 @@
     python -m tests.sim --seeds 40 --without RULE
 
 Each is one patch of the core for as long as `without` lasts. A rule that no history misses is either no rule or not
-simulated; those in TOLD only a told story misses: digests repair within a minute what most of them spare.
+simulated; those in TOLD none of the first forty does but a told story: digests repair within a minute what most of
+them spare.
 """
 
 from __future__ import annotations
