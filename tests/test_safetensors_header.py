@@ -151,6 +151,14 @@ def test_metadata_is_stepped_over_wherever_it_stands(file: Path, metadata: str) 
         assert list(read_header(of_header(file, header.encode(), b"x"), "model.safetensors").tensors) == ["w"]
 
 
+def test_metadata_of_more_than_a_mib_is_refused(file: Path) -> None:
+    texts = {f"{n}": "x" * 1000 for n in range(1000)}
+    with pytest.raises(BrokenModel, match="bytes where its header describes"):  # it was read to its end
+        describe({"__metadata__": texts, "w": json.loads(ONE)}, "model.safetensors")
+    with pytest.raises(BrokenModel, match="its metadata has more than 1,048,576 characters"):
+        describe({"__metadata__": texts | {f"more {n}": "x" * 1000 for n in range(60)}}, "model.safetensors")
+
+
 def test_an_escaped_name_is_read_as_json_has_it(file: Path) -> None:
     header = r'{"a\"\u00e9\\": ' + ONE + "}"
     assert list(read_header(of_header(file, header.encode(), b"x"), "model.safetensors").tensors) == ['a"é\\']
