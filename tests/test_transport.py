@@ -499,6 +499,28 @@ async def test_a_dialler_closes_an_idle_connection_before_it_has_too_many(make: 
     assert await stream.receive() == Where(2)
 
 
+async def test_without_descriptors_it_is_tried_again_after_a_pause_and_not_all_the_time(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, tried, again = await make(LOW), asyncio.Event(), asyncio.Event()
+
+    async def none_left(listening: socket.socket) -> Any:
+        if tried.is_set():
+            again.set()
+            await asyncio.Event().wait()  # for ever
+        tried.set()
+        raise OSError(errno.EMFILE, "too many open files")
+
+    monkeypatch.setattr(transport_module, "NO_DESCRIPTOR_PAUSE_S", 3600.0)
+    monkeypatch.setattr(server, "_next", none_left)
+    socket.create_connection(("127.0.0.1", server.port)).close()  # the one for which it waited
+    socket.create_connection(("127.0.0.1", server.port)).close()
+    await until(tried)
+    for _ in range(100):
+        await asyncio.sleep(0)
+    assert not again.is_set()
+
+
 async def test_running_out_of_descriptors_is_one_quiet_line_and_passes(
     make: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
