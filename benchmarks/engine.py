@@ -34,7 +34,8 @@ from torch import Tensor  # noqa: E402
 from benchmarks.machine import Targets, physical_cores, report  # noqa: E402
 from benchmarks.models import MODELS, Both, load  # noqa: E402
 from peer.engine import Engine, EngineConfig, Job  # noqa: E402
-from peer.hop import HopConfig, SampleAt  # noqa: E402
+from peer.hop import HopConfig  # noqa: E402
+from peer.hop_effects import SampleAt  # noqa: E402
 from peer.model import PackedStep, SpanModel, StepOutput  # noqa: E402
 from swarm.messages import Sampling  # noqa: E402
 

@@ -25,7 +25,8 @@ from benchmarks.machine import Targets, physical_cores, report  # noqa: E402
 from benchmarks.models import MODELS, load  # noqa: E402
 from peer.cache import SessionCache  # noqa: E402
 from peer.engine import Engine, EngineConfig, Job  # noqa: E402
-from peer.hop import HopConfig, SampleAt  # noqa: E402
+from peer.hop import HopConfig  # noqa: E402
+from peer.hop_effects import SampleAt  # noqa: E402
 from swarm.messages import Sampling  # noqa: E402
 
 START = 64  # tokens that those who decode begin with

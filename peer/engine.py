@@ -36,7 +36,7 @@ from torch import Tensor
 from peer.attention import Row
 from peer.batch import BatchConfig, Piece, Scheduler
 from peer.cache import SessionCache
-from peer.hop import SampleAt
+from peer.hop_effects import SampleAt
 from peer.model import PackedStep, SpanModel, StepOutput
 from peer.pace import DECODE_TOKENS
 from peer.sampling import likelihoods, sample

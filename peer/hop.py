@@ -31,6 +31,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
+from peer.hop_effects import Compute, Effect, EnsureLink, Free, SampleAt, SendStep, SendTokens, ToClient
 from peer.journal import Journal, Rows
 from peer.kv import CHUNK, REACH, WHOLE_CHUNK, Rewinds
 from routing.spans import Span
@@ -113,74 +114,6 @@ class KvLedger(Protocol):
     def rewinds(self, span: Span) -> Rewinds:
         """Of a new session over `span`: nothing is written yet."""
 
-
-# ------------------------------------------------------------------------------ effects
-
-
-@dataclass(frozen=True, slots=True)
-class ToClient:
-    message: Message
-
-
-@dataclass(frozen=True, slots=True)
-class EnsureLink:
-    """Open this epoch's stream to `to` (StepsLink; TokensLink from the last hop), then say
-    `link_up` or `link_down`. `to` may be another hop state on this very peer."""
-
-    epoch: int
-    to: HopRef
-
-
-@dataclass(frozen=True, slots=True)
-class SendStep:
-    """round None: replay. payload: hidden rows [n, width]."""
-
-    epoch: int
-    to: HopRef
-    round: int | None
-    position: int
-    sample: bool
-    payload: Rows
-    spent: Spent
-
-
-@dataclass(frozen=True, slots=True)
-class SendTokens:
-    epoch: int
-    to: HopRef
-    first_position: int
-    ids: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class SampleAt:
-    """position: of the id to be drawn. ids: all ids before it."""
-
-    position: int
-    sampling: Sampling
-    ids: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Compute:
-    """Cut the session's KV to `position`, then run these positions: `ids` on the first hop, else
-    `payload`. job: given back with the answer. sample: draw an id after the last position."""
-
-    epoch: int
-    job: int
-    span: Span
-    position: int
-    ids: tuple[int, ...] | None
-    payload: Rows | None
-    sample: SampleAt | None
-
-
-@dataclass(frozen=True, slots=True)
-class Free:
-    """This hop is finished: the ledger is told already, drop it and its streams."""
-
-
-Effect = ToClient | EnsureLink | SendStep | SendTokens | Compute | Free
 
 FaultKind = Literal["step", "input", "room"]
 Join = Callable[[Sequence[Rows]], Rows]

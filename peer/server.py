@@ -21,18 +21,8 @@ from torch import Tensor
 from peer.admission import AdmissionConfig, Holding, OpenRate, sessions_to_let_go
 from peer.cache import KvPool
 from peer.engine import Engine, Job, JobResult
-from peer.hop import (
-    Compute,
-    Effect,
-    EnsureLink,
-    Free,
-    Hop,
-    HopConfig,
-    SendStep,
-    SendTokens,
-    SessionKey,
-    ToClient,
-)
+from peer.hop import Hop, HopConfig, SessionKey
+from peer.hop_effects import Compute, Effect, EnsureLink, Free, SendStep, SendTokens, ToClient
 from peer.model import from_raw, to_raw
 from peer.outbound import Outbound, check_target
 from routing.spans import Span

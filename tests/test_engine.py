@@ -20,7 +20,7 @@ from peer.batch import BatchConfig
 from peer.cache import KvPool
 from peer.engine import Engine, EngineConfig, Job, JobResult, pack
 from peer.families import Way
-from peer.hop import SampleAt
+from peer.hop_effects import SampleAt
 from peer.kv import KvSizes
 from peer.measure import measure_speed, measure_workspace
 from peer.model import PackedStep, SpanModel, StepOutput

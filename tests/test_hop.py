@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from peer import hop as hop_module
-from peer.hop import Compute, EnsureLink, Free, Hop, HopConfig, SendStep, SendTokens, SessionKey, ToClient
+from peer.hop import Hop, HopConfig, SessionKey
+from peer.hop_effects import Compute, EnsureLink, Free, SendStep, SendTokens, ToClient
 from peer.journal import Journal
 from peer.kv import LayerKV, Reach, Rewinds
 from routing.spans import Span

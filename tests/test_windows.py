@@ -19,7 +19,7 @@ from peer.batch import BatchConfig
 from peer.cache import KvPool, SessionCache
 from peer.engine import Engine, EngineConfig, Job
 from peer.families import Way
-from peer.hop import SampleAt
+from peer.hop_effects import SampleAt
 from peer.kv import KvSizes, LayerKV, Reach, Rewinds
 from peer.model import PackedStep, SpanModel, StepOutput
 from peer.outline import outline

@@ -29,17 +29,8 @@ from typing import Any
 import msgpack
 import numpy as np
 
-from peer.hop import (
-    Compute,
-    EnsureLink,
-    Free,
-    Hop,
-    HopConfig,
-    SendStep,
-    SendTokens,
-    SessionKey,
-    ToClient,
-)
+from peer.hop import Hop, HopConfig, SessionKey
+from peer.hop_effects import Compute, EnsureLink, Free, SendStep, SendTokens, ToClient
 from peer.kv import REACH, LayerKV, Reach, Rewinds
 from routing.spans import Hop as RouteHop
 from routing.spans import Route, Span
