@@ -17,8 +17,8 @@ from peer.checkpoint import Progress, TensorSpec
 from peer.json_cursor import JsonCursor
 from peer.quantisation import Quantisation, read_quantisation
 from swarm.canonical import FileHash
+from swarm.codecs import MAX_LAYERS
 from swarm.errors import BrokenModel, ModelError, ModelNotFound, UnsupportedModel
-from swarm.messages import MAX_LAYERS
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

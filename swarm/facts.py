@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from swarm.codecs import MAX_POSITION
 from swarm.json_fields import Fields, json_object
-from swarm.messages import MAX_POSITION, MAX_REPETITION, MAX_STOP_IDS, MIN_REPETITION
+from swarm.messages import MAX_REPETITION, MAX_STOP_IDS, MIN_REPETITION
 from swarm.vocabulary import MAX_VOCABULARY
 
 

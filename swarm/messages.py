@@ -1,9 +1,8 @@
 """Every message, one frozen dataclass each, validated on decode.
 
 A message is a small map (msgpack, see `wire.py`) and optional named tensors. Each field of a
-dataclass carries a codec, which says what may come from the network; what doesn't fit raises
-`MessageError` before the dataclass exists, so a core never sees a bad value. Unknown keys are
-ignored (a newer minor version may add some), unknown kinds raise `UnknownKind`.
+dataclass carries a codec, which says what may come from the network (`codecs.py`); unknown kinds
+raise `UnknownKind`.
 
 Which message opens which stream:
 
@@ -20,20 +19,44 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, TypeVar, dataclass_transform
+from typing import ClassVar, TypeVar, dataclass_transform
 
 from routing.spans import Span
+from swarm.codecs import (
+    MAX_EPOCH,
+    MAX_LAYERS,
+    MAX_POSITION,
+    MAX_SECONDS,
+    Codec,
+    Wire,
+    digest,
+    epoch,
+    exact_text,
+    expect,
+    flag,
+    from_map,
+    integer,
+    list_of,
+    nested,
+    number,
+    octets,
+    of,
+    one_of,
+    optional,
+    peer,
+    position,
+    seconds,
+    session_id,
+    span,
+    text,
+    to_map,
+)
 from swarm.errors import MessageError
-from swarm.identity import PeerId, key_bytes, peer_id
+from swarm.identity import PeerId
 from swarm.tensors import RawTensor, floats_tensor, ids_tensor, read_floats, read_ids
 
-MAX_POSITION = 1 << 24   # longer than any context; keeps sums far from 2**63
-MAX_EPOCH = 1 << 32
-MAX_LAYERS = 1 << 12
 MAX_STOP_IDS = 256       # generation configs list a handful
 MAX_RECORD_BYTES = 1024  # descriptor and heartbeat together (protocol.md)
-MAX_SECONDS = 1e6        # eleven days; whatever takes longer has failed
-MAX_TEXT = 512           # reasons and names, for people
 MAX_LOGPROBS = 20        # likeliest ids per token, as the field's own interface has it
 MAX_IDS_TOLD = 512       # in one Tokens; a ring brings one at a time, a client that missed some misses 64
 MAX_BIASED = 1024        # ids with a logit bias
@@ -41,169 +64,9 @@ MAX_BIAS = 100.0         # enough to force or forbid an id
 MIN_REPETITION, MAX_REPETITION = 0.01, 100.0
 MAX_PENALTY = 100.0
 
-Wire = Any  # what msgpack can hold; never leaves this module and wire.py
-
 
 class UnknownKind(MessageError):
     """Answered with `Unsupported`."""
-
-
-@dataclass(frozen=True, slots=True)
-class Codec:
-    """How one field is written to a map and read back. `read` raises MessageError."""
-
-    write: Callable[[Any], Wire]
-    read: Callable[[Wire], Any]
-
-
-def _same(value: Wire) -> Wire:
-    return value
-
-
-def _check(good: bool, what: str, value: object) -> None:
-    if not good:
-        raise MessageError(f"expected {what}, got {str(value)[:80]!r}")
-
-
-def integer(low: int, high: int) -> Codec:
-    def read(value: Wire) -> int:
-        _check(type(value) is int and low <= value <= high, f"an integer from {low} to {high}", value)
-        return int(value)
-
-    return Codec(_same, read)
-
-
-def number(low: float, high: float) -> Codec:
-    def read(value: Wire) -> float:
-        good = type(value) in (int, float) and math.isfinite(value) and low <= value <= high
-        _check(good, f"a number from {low} to {high}", value)
-        return float(value)
-
-    return Codec(_same, read)
-
-
-def printable(value: str) -> str:
-    """A stranger's words may end up on a terminal, where escape sequences are orders."""
-    return value if value.isprintable() else "".join(c if c.isprintable() else "\ufffd" for c in value)
-
-
-def exact_text(most: int) -> Codec:
-    def read(value: Wire) -> str:
-        _check(isinstance(value, str) and len(value) <= most, f"text of at most {most} characters", value)
-        return str(value)
-
-    return Codec(lambda value: value[:most], read)
-
-
-def text(most: int = MAX_TEXT) -> Codec:
-    """What is said to people: printable, whatever came."""
-    exact = exact_text(most)
-    return Codec(exact.write, lambda value: printable(exact.read(value)))
-
-
-def octets(least: int, most: int) -> Codec:
-    def read(value: Wire) -> bytes:
-        _check(isinstance(value, bytes) and least <= len(value) <= most, f"{least} to {most} bytes", value)
-        return bytes(value)
-
-    return Codec(_same, read)
-
-
-def list_of(item: Codec, most: int) -> Codec:
-    def read(value: Wire) -> tuple[Any, ...]:
-        _check(isinstance(value, list) and len(value) <= most, f"a list of at most {most}", value)
-        return tuple(item.read(one) for one in value)
-
-    return Codec(lambda values: [item.write(one) for one in values], read)
-
-
-def optional(inner: Codec) -> Codec:
-    return Codec(
-        lambda value: None if value is None else inner.write(value),
-        lambda value: None if value is None else inner.read(value),
-    )
-
-
-def one_of(*choices: str) -> Codec:
-    def read(value: Wire) -> str:
-        _check(value in choices, f"one of {choices}", value)
-        return str(value)
-
-    return Codec(_same, read)
-
-
-def _read_flag(value: Wire) -> bool:
-    _check(type(value) is bool, "true or false", value)
-    return bool(value)
-
-
-def _read_span(value: Wire) -> Span:
-    good = isinstance(value, list) and len(value) == 2 and all(type(v) is int for v in value)
-    _check(good and 0 <= value[0] < value[1] <= MAX_LAYERS, "a span [start, stop)", value)
-    return Span(*value)
-
-
-def _read_peer(value: Wire) -> PeerId:
-    _check(isinstance(value, bytes) and len(value) == 32, "a peer id of 32 bytes", value)
-    return peer_id(value)
-
-
-flag = Codec(_same, _read_flag)
-span = Codec(lambda value: [value.start, value.stop], _read_span)
-peer = Codec(key_bytes, _read_peer)
-epoch = integer(0, MAX_EPOCH)
-position = integer(0, MAX_POSITION)
-session_id = octets(16, 16)
-digest = octets(32, 32)
-seconds = number(0.0, MAX_SECONDS)
-
-
-def nested(cls: type[Any]) -> Codec:
-    return Codec(lambda value: to_map(value), lambda value: from_map(cls, value))
-
-
-def of(codec: Codec, **default: Any) -> Any:
-    """A dataclass field that travels by `codec`."""
-    return field(metadata={"codec": codec}, **default)
-
-
-M = TypeVar("M")
-
-
-_known_fields: dict[type[Any], tuple[tuple[str, Codec, bool], ...]] = {}  # one entry a class of ours
-
-
-def _fields(cls: type[Any]) -> tuple[tuple[str, Codec, bool], ...]:
-    """(name, codec, required) of all fields that travel; remembered, for every step asks."""
-    if cls not in _known_fields:
-        missing = dataclasses.MISSING
-        _known_fields[cls] = tuple(
-            (f.name, f.metadata["codec"], f.default is missing and f.default_factory is missing)
-            for f in dataclasses.fields(cls)
-            if "codec" in f.metadata
-        )
-    return _known_fields[cls]
-
-
-def to_map(message: Any) -> dict[str, Wire]:
-    """All fields that carry a codec, by name."""
-    return {name: codec.write(getattr(message, name)) for name, codec, _ in _fields(type(message))}
-
-
-def from_map(cls: type[M], values: Wire) -> M:
-    """Build `cls` from a map. Raises MessageError naming the field."""
-    if not isinstance(values, Mapping):
-        raise MessageError(f"{cls.__name__} should be a map, got {type(values).__name__}")
-    read: dict[str, Any] = {}
-    for name, codec, required in _fields(cls):
-        if name in values:
-            try:
-                read[name] = codec.read(values[name])
-            except MessageError as error:
-                raise MessageError(f"{cls.__name__}.{name}: {error}") from None
-        elif required:
-            raise MessageError(f"{cls.__name__}.{name} is missing")
-    return cls(**read)
 
 
 @dataclass(frozen=True)
@@ -214,6 +77,7 @@ class Message:
     TENSORS: ClassVar[tuple[str, ...]] = ()
 
 
+M = TypeVar("M")
 REGISTERED: dict[str, type[Message]] = {}
 
 
@@ -663,7 +527,7 @@ def packed(size: int, most: int) -> Codec:
 
     def read(value: Wire) -> tuple[bytes, ...]:
         good = isinstance(value, bytes) and len(value) % size == 0 and len(value) <= size * most
-        _check(good, f"at most {most} values of {size} bytes", value)
+        expect(good, f"at most {most} values of {size} bytes", value)
         return tuple(bytes(value[at : at + size]) for at in range(0, len(value), size))
 
     return Codec(b"".join, read)
@@ -690,7 +554,7 @@ def _write_told(told: Told) -> Wire:
 
 
 def _read_told(value: Wire) -> Told:
-    _check(isinstance(value, list) and 2 <= len(value) <= 3, "a head, its age and a descriptor", value)
+    expect(isinstance(value, list) and 2 <= len(value) <= 3, "a head, its age and a descriptor", value)
     descriptor = _signed.read(value[2]) if len(value) == 3 else None
     return Told(_signed.read(value[0]), _age_ms.read(value[1]) / 1000, descriptor)
 
@@ -736,7 +600,7 @@ def _write_model(model: ModelSeen) -> Wire:
 
 def _read_model(value: Wire) -> ModelSeen:
     good = isinstance(value, list) and 3 <= len(value) <= 2 + MAX_NAMES_TOLD
-    _check(good, "a fingerprint, a number of peers and names", value)
+    expect(good, "a fingerprint, a number of peers and names", value)
     names = tuple(_model_name.read(one) for one in value[2:])
     return ModelSeen(digest.read(value[0]), names, _peer_count.read(value[1]))
 

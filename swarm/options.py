@@ -10,18 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
+from swarm.codecs import MAX_POSITION
 from swarm.errors import UsageError
 from swarm.facts import SamplingDefaults
-from swarm.messages import (
-    MAX_BIAS,
-    MAX_BIASED,
-    MAX_LOGPROBS,
-    MAX_PENALTY,
-    MAX_POSITION,
-    MAX_REPETITION,
-    MIN_REPETITION,
-    Sampling,
-)
+from swarm.messages import MAX_BIAS, MAX_BIASED, MAX_LOGPROBS, MAX_PENALTY, MAX_REPETITION, MIN_REPETITION, Sampling
 from swarm.prompts import check_stop
 
 SEEDS = 1 << 63

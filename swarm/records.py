@@ -23,10 +23,10 @@ from typing import Any, ClassVar, TypeAlias
 import msgpack
 
 from routing.spans import Span, Speed
-from swarm import messages
+from swarm import codecs, messages
+from swarm.codecs import Codec
 from swarm.errors import MessageError, UsageError
 from swarm.identity import Identity, PeerId, verify
-from swarm.messages import Codec
 
 SIGNATURE_BYTES = 64
 DOMAIN = b"record"
@@ -48,7 +48,7 @@ COORDINATES = "x"  # key of a heartbeat that nothing reads yet: five brief figur
 
 
 def _printable(most: int) -> Codec:
-    plain = messages.exact_text(most)
+    plain = codecs.exact_text(most)
 
     def read(value: Any) -> str:
         found = str(plain.read(value))
@@ -97,12 +97,12 @@ def _write_state(value: str) -> str:
 
 STATES = ("loading", "serving", "draining")
 _SPEED_FIGURES = len(dataclasses.fields(Speed))
-_figure = messages.number(0.0, 1e6)
+_figure = codecs.number(0.0, 1e6)
 _speed = Codec(lambda value: brief(dataclasses.astuple(value)), _read_speed)
 _state = Codec(_write_state, _read_state)
-_descriptor_hash = messages.octets(DESCRIPTOR_HASH_BYTES, DESCRIPTOR_HASH_BYTES)
-_seq = messages.integer(0, MAX_SEQ)
-_lease = _short(messages.number(MIN_LEASE_S, MAX_LEASE_S))
+_descriptor_hash = codecs.octets(DESCRIPTOR_HASH_BYTES, DESCRIPTOR_HASH_BYTES)
+_seq = codecs.integer(0, MAX_SEQ)
+_lease = _short(codecs.number(MIN_LEASE_S, MAX_LEASE_S))
 
 
 def _key(key: str, codec: Codec, **default: Any) -> Any:
@@ -119,23 +119,23 @@ class Descriptor:
     """
 
     letter: ClassVar[str] = "d"
-    peer: PeerId = _key("p", messages.peer)
+    peer: PeerId = _key("p", codecs.peer)
     seq: int = _key("s", _seq)
-    addresses: tuple[str, ...] = _key("a", messages.list_of(_printable(80), MAX_ADDRESSES))
-    fingerprint: bytes = _key("f", messages.digest)
+    addresses: tuple[str, ...] = _key("a", codecs.list_of(_printable(80), MAX_ADDRESSES))
+    fingerprint: bytes = _key("f", codecs.digest)
     model: str = _key("m", _printable(MAX_MODEL_NAME))
-    layers: int = _key("l", messages.integer(1, messages.MAX_LAYERS))
-    width: int = _key("w", messages.integer(1, 1 << 20))
-    vocab: int = _key("v", messages.integer(1, 1 << 24))
-    context: int = _key("c", messages.position)
-    span: Span = _key("b", messages.span)
+    layers: int = _key("l", codecs.integer(1, codecs.MAX_LAYERS))
+    width: int = _key("w", codecs.integer(1, 1 << 20))
+    vocab: int = _key("v", codecs.integer(1, 1 << 24))
+    context: int = _key("c", codecs.position)
+    span: Span = _key("b", codecs.span)
     numerics: str = _key("n", _printable(40))
-    kv_tokens: int = _key("k", messages.integer(0, 1 << 40))
-    tokenizer_hash: bytes = _key("t", messages.digest)
+    kv_tokens: int = _key("k", codecs.integer(0, 1 << 40))
+    tokenizer_hash: bytes = _key("t", codecs.digest)
     name: str = _key("e", _printable(MAX_NAME), default="")
     device: str = _key("h", _printable(MAX_DEVICE_NAME), default="")
     release: str = _key("r", _printable(24), default="")
-    features: tuple[str, ...] = _key("g", messages.list_of(_printable(16), 8), default=())
+    features: tuple[str, ...] = _key("g", codecs.list_of(_printable(16), 8), default=())
 
     @property
     def dtype(self) -> str:
@@ -153,11 +153,11 @@ class Load:
     """The part of a heartbeat that the peer's service knows. queue_s: what a new step waits here."""
 
     state: str = _key("t", _state, default="loading")
-    sessions: int = _key("n", messages.integer(0, 1 << 20), default=0)
-    free_kv_tokens: int = _key("k", messages.integer(0, 1 << 40), default=0)
+    sessions: int = _key("n", codecs.integer(0, 1 << 20), default=0)
+    free_kv_tokens: int = _key("k", codecs.integer(0, 1 << 40), default=0)
     queue_s: float = _key("q", _short(_figure), default=0.0)
     speed: Speed = _key("v", _speed, default=Speed(0.0, 0.0, 0.0, 0.0, 0.0))
-    tokens_per_s: float = _key("r", _short(messages.number(0.0, 1e9)), default=0.0)
+    tokens_per_s: float = _key("r", _short(codecs.number(0.0, 1e9)), default=0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,10 +168,10 @@ class Heartbeat(Load):
     """
 
     letter: ClassVar[str] = "h"
-    peer: PeerId = _key("p", messages.peer, kw_only=True)
+    peer: PeerId = _key("p", codecs.peer, kw_only=True)
     seq: int = _key("s", _seq, kw_only=True)
     descriptor_hash: bytes = _key("d", _descriptor_hash, kw_only=True)
-    issued_ms: int = _key("i", messages.integer(0, MAX_SEQ), kw_only=True)
+    issued_ms: int = _key("i", codecs.integer(0, MAX_SEQ), kw_only=True)
     lease_s: float = _key("l", _lease, kw_only=True)
 
 
@@ -180,7 +180,7 @@ class Leave:
     """The owner has gone. lease_s: until then somebody may hold a heartbeat that looks alive."""
 
     letter: ClassVar[str] = "b"
-    peer: PeerId = _key("p", messages.peer)
+    peer: PeerId = _key("p", codecs.peer)
     seq: int = _key("s", _seq)
     lease_s: float = _key("l", _lease)
 

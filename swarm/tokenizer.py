@@ -19,11 +19,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from swarm.canonical import FileHash, canonical_hash
+from swarm.codecs import MAX_POSITION
 from swarm.confined import Confined, First, Job, Limits, Said, one_line
 from swarm.detokenizer import ByteLevelStage, IdStage, IncrementalText, WindowStage, clean_up
 from swarm.errors import MessageError, TokenizerFailed, UsageError
 from swarm.facts import ModelFacts, SamplingDefaults
-from swarm.messages import MAX_POSITION
 from swarm.prompts import Prompt, check_stop, checked_messages, raw_text
 from swarm.template import MAX_TEMPLATE_BYTES, TemplateLimits, TemplateRenderer
 from swarm.vocabulary import MAX_SPELLINGS_BYTES, MAX_VOCABULARY, Vocabulary

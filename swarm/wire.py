@@ -43,7 +43,7 @@ from typing import Any, NamedTuple
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
-from swarm import messages
+from swarm import codecs, messages
 from swarm.errors import Flooded, FramingError, HandshakeError, MessageError, StreamClosed, SwarmError
 from swarm.flow import (
     CLOSE,
@@ -795,4 +795,4 @@ def _reason(text: str) -> bytes:
 
 
 def _text(payload: bytes) -> str:
-    return messages.printable(payload[:MAX_REASON].decode(errors="replace"))
+    return codecs.printable(payload[:MAX_REASON].decode(errors="replace"))

@@ -18,7 +18,7 @@ import pytest
 
 from peer.server import HopRun
 from routing.spans import Span
-from swarm import messages
+from swarm import codecs, messages
 from swarm.addresses import Address
 from swarm.buckets import BucketTable
 from swarm.errors import MessageError, StreamClosed, Unreachable
@@ -544,7 +544,7 @@ async def test_times_that_a_client_makes_up_dont_make_b_send_what_c_cant_read(ti
     async with honest(tiny), between(tiny):
         at_c = await open_c(stranger, 1)
         await at_c.send(Resume(1, 0, 0, 0, ids=ids(1), credit=9, limit=9))
-        longest = messages.Spent(messages.MAX_SECONDS, messages.MAX_SECONDS)
+        longest = messages.Spent(codecs.MAX_SECONDS, codecs.MAX_SECONDS)
         control, way = await b_sends(stranger, 1, Step(hidden(1), 1, 0, 0, sample=True, spent=longest))
         tokens = await within(at_c.receive())
         assert isinstance(tokens, Tokens) and tokens.spent == longest

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from swarm import messages
+from swarm import codecs, messages
+from swarm.codecs import exact_text, integer, list_of, number, octets, one_of
 from swarm.errors import MessageError
-from swarm.messages import REGISTERED, Credit, Resume, Tokens, exact_text, integer, list_of, number, octets, one_of
+from swarm.messages import REGISTERED, Credit, Resume, Tokens
 from swarm.tensors import RawTensor, ids_tensor
 
 FAR = 70_000  # longer than a whole map may be
@@ -28,7 +29,7 @@ FAR = 70_000  # longer than a whole map may be
     ],
 )
 def test_a_field_takes_what_is_within_its_bounds_and_nothing_else(
-    codec: messages.Codec, taken: list[Any], refused: list[Any]
+    codec: codecs.Codec, taken: list[Any], refused: list[Any]
 ) -> None:
     for value in taken:
         read = codec.read(value)
@@ -49,7 +50,7 @@ def test_no_field_of_any_message_is_without_bounds(kind: str) -> None:
 
 def test_a_field_that_is_missing_is_named() -> None:
     with pytest.raises(MessageError, match=r"Credit\.upto is missing"):
-        messages.from_map(Credit, {"epoch": 1, "have": 0})
+        codecs.from_map(Credit, {"epoch": 1, "have": 0})
 
 
 def test_what_goes_with_ids_must_fit_them() -> None:

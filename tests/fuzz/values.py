@@ -14,19 +14,10 @@ from hypothesis import strategies as st
 
 from routing.spans import Span
 from swarm import records
+from swarm.codecs import MAX_LAYERS, Codec
 from swarm.errors import MessageError
 from swarm.identity import Identity, peer_id
-from swarm.messages import (
-    MAX_LAYERS,
-    MAX_NAMES_TOLD,
-    MAX_RECORD_BYTES,
-    REGISTERED,
-    Codec,
-    Message,
-    ModelSeen,
-    NamedTensors,
-    Told,
-)
+from swarm.messages import MAX_NAMES_TOLD, MAX_RECORD_BYTES, REGISTERED, Message, ModelSeen, NamedTensors, Told
 from swarm.records import Descriptor, Heartbeat, Leave, Record
 from swarm.tensors import ITEM_BYTES, RawTensor, tensor_bytes
 
