@@ -141,12 +141,18 @@ class LayerStore:
     keys: [1, heads, room, key_dim], values: [1, heads, room, value_dim].
     """
 
-    __slots__ = ("_reach", "base", "keys", "kv", "room", "values")
+    __slots__ = ("_both", "_reach", "base", "keys", "kv", "room", "values")
 
     def __init__(self, kv: LayerKV, positions: int, reach: Reach, make: Callable[..., torch.Tensor]) -> None:
         self.kv, self._reach = kv, reach
         self.base, self.room = 0, kv.stored(positions, reach)
-        self.keys, self.values = make(1, kv.heads, self.room, kv.key_dim), make(1, kv.heads, self.room, kv.value_dim)
+        self._both: torch.Tensor | None = None  # keys and values as one [2 * heads, room, dim], where they can be
+        if kv.key_dim == kv.value_dim:
+            self._both = make(2 * kv.heads, self.room, kv.key_dim)
+            self.keys, self.values = self._both[None, : kv.heads], self._both[None, kv.heads :]
+        else:
+            self.keys = make(1, kv.heads, self.room, kv.key_dim)
+            self.values = make(1, kv.heads, self.room, kv.value_dim)
 
     @property
     def oldest(self) -> int:
@@ -173,6 +179,15 @@ class LayerStore:
         self.values[:, :, begin:end] = value
         return self.keys[:, :, first - self.base : end], self.values[:, :, first - self.base : end]
 
+    def write_one(self, position: int, both: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """`write` for one position. both: [2 * heads, dim], its keys and then its values."""
+        if self._both is None or self.kv.window is not None or position >= self.room:
+            key, value = both[None, :, None].chunk(2, 1)
+            return self.write(position, key, value)
+        self._both[:, position] = both
+        stop = position + 1
+        return self.keys[:, :, :stop], self.values[:, :, :stop]
+
     def make_way(self, position: int, tokens: int) -> None:
         """So that a step of so many tokens at `position`, at most a chunk, is written without letting go of more."""
         if position + tokens - self.base > self.room and self.kv.window is not None:
@@ -196,7 +211,7 @@ class LayerStore:
             return
         keys, values = _with_room(self.keys, room), _with_room(self.values, room)
         keys[:, :, :held], values[:, :, :held] = self.keys[:, :, :held], self.values[:, :, :held]
-        self.room, self.keys, self.values = room, keys, values
+        self.room, self.keys, self.values, self._both = room, keys, values, None
 
 
 def _with_room(tensor: torch.Tensor, room: int) -> torch.Tensor:

@@ -59,13 +59,13 @@ class _Norm:
         scale = squares.div_(x.shape[-1]).add_(self.eps).rsqrt_()
         return torch.mul(x, scale, out=out).mul_(self.weight)
 
-    def row(self, x: Tensor, zeros: Tensor) -> Tensor:
-        """x: [width] on a CPU. zeros: as many. Six operations of `F.rms_norm` in three."""
+    def row(self, x: Tensor, zeros: Tensor, out: Tensor) -> Tensor:
+        """x: [width] on a CPU. zeros, out: as many. Six operations of `F.rms_norm` in three."""
         if x.dtype == torch.float32:
             squares: float = torch.dot(x, x).item()
         else:
             squares = torch.linalg.vector_norm(x, dtype=torch.float32).item() ** 2
-        return torch.addcmul(zeros, x, self.weight, value=(squares / x.shape[0] + self.eps) ** -0.5)
+        return torch.addcmul(zeros, x, self.weight, value=(squares / x.shape[0] + self.eps) ** -0.5, out=out)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +81,12 @@ class _Matrix:
             return F.linear(x, self.weight, self.bias)
         return self.row(x[0])[None]
 
-    def row(self, x: Tensor) -> Tensor:
+    def row(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """x: [in] -> [out]."""
         # torch's matrix times vector; its linear takes a third longer over one row of bfloat16
-        return torch.mv(self.weight, x) if self.bias is None else torch.addmv(self.bias, self.weight, x)
+        if self.bias is None:
+            return torch.mv(self.weight, x, out=out)
+        return torch.addmv(self.bias, self.weight, x, out=out)
 
     def into(self, x: Tensor, out: Tensor) -> Tensor:
         """x: [n, in], out: [n, out]."""
@@ -98,10 +100,10 @@ class _Matrix:
         return sums if self.bias is None else sums.add_(self.bias)
 
     def onto(self, x: Tensor, row: Tensor) -> Tensor:
-        """row: [out] -> row + the product with x: [in]."""
+        """row: [out], to which the product with x: [in] is added in place."""
         if self.bias is None and x.dtype == torch.float32:
-            return torch.addmv(row, self.weight, x)
-        return self.row(x).add_(row)  # in bfloat16 a product that adds is the slower one
+            return row.addmv_(self.weight, x)
+        return row.add_(self.row(x))  # in bfloat16 a product that adds is the slower one
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +125,10 @@ class _Layer:
     act: Any
     down: _Matrix
 
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return self.heads, self.kv_heads, self.dim, self.gate_up.weight.shape[0]
+
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, slot: StepSlot, room: _Room) -> Tensor:
         """x: [n, width], changed in place; cos, sin: [n, 1, dim], sin with its first half negated. Returns x."""
         n, split, half = x.shape[0], self.heads + self.kv_heads, self.dim // 2
@@ -141,24 +147,23 @@ class _Layer:
         gate, up = self.gate_up.into(self.between.into(x, room.normed), room.gate_up).chunk(2, -1)
         return self.down.added_to(x, torch.mul(self.act(gate), up, out=room.inner))
 
-    def one(self, x: Tensor, cos: Tensor, sin: Tensor, zeros: Tensor, row: Row, slot: StepSlot) -> Tensor:
-        """`__call__` for one token of one session on a CPU. x, zeros: [width]; cos, sin: [dim]. Returns [width]."""
-        dim, kv_heads, split = self.dim, self.kv_heads, self.heads + self.kv_heads
-        states = self.qkv.row(self.before.row(x, zeros)).view(split + kv_heads, dim)
-        turned, value = states[:split], states[split:]
+    def one(self, x: Tensor, table: _Turn, row: Row, slot: StepSlot, room: _RowRoom) -> Tensor:
+        """`__call__` for one token of one session on a CPU. x: [width], changed in place. Returns x."""
+        self.qkv.row(self.before.row(x, room.zeros, room.normed), room.states)
         if self.q_norm is not None and self.k_norm is not None:
-            turned = torch.cat([self.q_norm(turned[: self.heads]), self.k_norm(turned[self.heads :])])
-        turned = torch.addcmul(turned * cos, turned.roll(dim // 2, -1), sin)
-        key, value = turned[self.heads :].view(1, kv_heads, 1, dim), value.view(1, kv_heads, 1, dim)
+            torch.cat([self.q_norm(room.query), self.k_norm(room.key)], out=room.turned)
+        torch.mul(room.second, table.first_sin, out=room.rolled_first)
+        torch.mul(room.first, table.second_sin, out=room.rolled_second)
+        torch.addcmul(room.rolled, room.turned, table.cos, out=room.turned)
         if slot.noted is not None:
-            slot.noted += (turned[: self.heads].view(1, self.heads, 1, dim), key, value)
-        keys, values = row.cache.layers[self.index - row.cache.span.start].write(row.position, key, value)
-        query = turned[: self.heads].view(1, kv_heads, -1, dim)
+            slot.noted += (room.query[None, :, None], room.key[None, :, None], room.value[None, :, None])
+        layer = row.cache.layers[self.index - row.cache.span.start]
+        keys, values = layer.write_one(row.position, room.key_value)
         # one token sees all keys: its grouped heads are the "length", and no key is repeated
-        seen = F.scaled_dot_product_attention(query, keys, values, scale=self.scaling)
-        x = self.out.onto(seen.reshape(-1), x)
-        gate, up = self.gate_up.row(self.between.row(x, zeros)).chunk(2)
-        return self.down.onto(self.act(gate).mul_(up), x)
+        seen = F.scaled_dot_product_attention(room.grouped, keys, values, scale=self.scaling)
+        self.out.onto(seen.reshape(-1), x)
+        self.gate_up.row(self.between.row(x, room.zeros, room.normed), room.gate_up)
+        return self.down.onto(self.act(room.gate).mul_(room.up), x)
 
 
 class _Room:
@@ -176,6 +181,33 @@ class _Room:
         self.inner = make(layer.down.weight.shape[1])
 
 
+class _RowRoom:
+    """`_Room` for one token, with every view of it that a layer needs: making one costs as much as an operation."""
+
+    def __init__(self, layer: _Layer, like: Tensor) -> None:
+        heads, kv_heads, dim, half = layer.heads, layer.kv_heads, layer.dim, layer.dim // 2
+        split = heads + kv_heads
+        self.zeros, self.normed = torch.zeros_like(like), torch.empty_like(like)
+        self.states = like.new_empty((split + kv_heads) * dim)
+        by_head = self.states.view(-1, dim)
+        self.turned, self.query, self.key = by_head[:split], by_head[:heads], by_head[heads:split]
+        self.value, self.key_value = by_head[split:], by_head[heads:]
+        self.grouped = self.query.view(1, kv_heads, heads // kv_heads, dim)
+        self.first, self.second = self.turned[:, :half], self.turned[:, half:]
+        self.rolled = torch.empty_like(self.turned)
+        self.rolled_first, self.rolled_second = self.rolled[:, :half], self.rolled[:, half:]
+        self.gate_up = like.new_empty(layer.gate_up.weight.shape[0])
+        self.gate, self.up = self.gate_up.chunk(2)
+
+
+class _Turn:
+    """Of the rotary table at one position: [dim], and the sine's halves, the first negated."""
+
+    def __init__(self, cos: Tensor, sin: Tensor) -> None:
+        half = len(cos) // 2
+        self.cos, self.first_sin, self.second_sin = cos, sin[:half], sin[half:]
+
+
 class FusedSpan:
     """The claim of a `SpanModel`, run without its modules. Made by `fuse`."""
 
@@ -187,8 +219,10 @@ class FusedSpan:
         self._embed = model.shell.get_input_embeddings()
         self._norm = base.norm
         head = model.shell.get_output_embeddings()
+        self._row_room: _RowRoom | None = None
         self._head = _Matrix(head.weight, head.bias) if isinstance(head, nn.Linear) else None
 
+    @torch.inference_mode()
     def run(self, step: PackedStep, positions: Tensor, wanted: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """The hidden states after the step's last layer [total, width], and the wanted logits [m, vocab] float32.
 
@@ -224,9 +258,11 @@ class FusedSpan:
         return x
 
     def _one(self, layers: list[_Layer], row: Row, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        zeros = torch.zeros_like(x)
+        if self._row_room is None:
+            self._row_room = _RowRoom(layers[0], x)
+        table = _Turn(cos, sin)
         for layer in layers:
-            x = layer.one(x, cos, sin, zeros, row, self.slot)
+            x = layer.one(x, table, row, self.slot, self._row_room)
         return x
 
     def _table(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -244,7 +280,10 @@ def fuse(model: SpanModel) -> FusedSpan | None:
         layers = [_read(layer, model.span.start + i) for i, layer in enumerate(model.layers)]
         if not model.packs or original_context(model.config) is not None or None in layers:
             return None
-        made = FusedSpan(model, [layer for layer in layers if layer is not None])
+        alike = [layer for layer in layers if layer is not None]
+        if len({layer.sizes for layer in alike}) > 1:  # they share their room
+            return None
+        made = FusedSpan(model, alike)
     except UNLIKE:
         return None
     return made if matches(model, made) else None

@@ -10,7 +10,7 @@ import torch
 
 from peer import cache as cache_module
 from peer.cache import ALIGNED, KvLedger, KvPool, SessionCache
-from peer.kv import KvSizes, LayerKV
+from peer.kv import KvSizes, LayerKV, Reach
 from routing.spans import Span
 from swarm.errors import CacheFull, CapacityError, OutOfStep
 
@@ -118,7 +118,7 @@ def test_a_long_session_grows_without_a_copy_and_costs_what_it_has_written() -> 
         start = cache.length
         cache.begin(start, stop - start)
         for layer in cache.layers:
-            layer.write(start, torch.full((1, 2, stop - start, 128), 1.0), torch.full((1, 2, stop - start, 128), 2.0))
+            layer.write(start, *(torch.full((), value).expand(1, 2, stop - start, 128) for value in (1.0, 2.0)))
         cache.finish(stop)
         assert pointers(cache) == where
     written = pool.sizes.bytes(8192, CLAIM)
@@ -151,14 +151,39 @@ def test_where_addresses_are_refused_a_session_has_what_it_reserved_and_is_copie
 
 
 def test_layers_of_one_arena_share_nothing() -> None:
-    kinds = (LayerKV(1, 3, 5), LayerKV(2, 1, 7, window=4), LayerKV(3, 2, 2))
+    kinds = (LayerKV(1, 3, 5), LayerKV(2, 1, 7, window=4), LayerKV(3, 2, 2))  # of the last, keys and values are one
     sizes = KvSizes(kinds, item_bytes=2, context=1001)
     cache = KvPool(sizes, Span(0, 3), sizes.bytes(1001, Span(0, 3)), dtype=torch.bfloat16).reserve("a", 7)
     sides = [side for layer in cache.layers for side in (layer.keys, layer.values)]
     for number, side in enumerate(sides):
-        assert side.data_ptr() % ALIGNED == 0
+        assert side.data_ptr() % ALIGNED == 0 or side is sides[-1]
         side.fill_(number)
     assert all((side == number).all() for number, side in enumerate(sides))
+
+
+@pytest.mark.parametrize("kv", [LayerKV(2, 3, 3), LayerKV(2, 3, 2), LayerKV(2, 3, 3, window=4)])
+@pytest.mark.parametrize("reserved", [6, 40])
+def test_one_position_is_written_as_many_are(kv: LayerKV, reserved: int) -> None:
+    """By itself, to the end of what was reserved, and after growing."""
+    sizes = KvSizes((kv,), item_bytes=4, context=60, reach=Reach(rewind=2, chunk=4))
+    pool, plain = KvPool(sizes, Span(0, 1), 10**6, dtype=torch.float32), []
+    caches = [pool.reserve("a", reserved), SessionCache(Span(0, 1), (kv,), 6, dtype=torch.float32, reach=sizes.reach)]
+    for position in range(40):
+        if position == 6:
+            pool.extend("a", 40)
+            caches[1].grow_to(40)
+        numbers = torch.randn(2 * 3 + 2 * kv.value_dim)
+        key, value = numbers[:6].view(1, 2, 1, 3), numbers[6:].view(1, 2, 1, -1)
+        plain.append((key, value))
+        seen = [torch.cat(side[kv.first_seen(position) :], 2) for side in zip(*plain, strict=True)]
+        for cache in caches:
+            cache.begin(position, 1)
+            if kv.key_dim == kv.value_dim:
+                made = cache.layers[0].write_one(position, numbers.view(4, 3))
+            else:
+                made = cache.layers[0].write(position, key, value)
+            cache.finish(position + 1)
+            assert all(torch.equal(ours, right) for ours, right in zip(made, seen, strict=True))
 
 
 def test_a_rewound_session_writes_over_what_was_there() -> None:

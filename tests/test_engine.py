@@ -354,9 +354,10 @@ async def test_sessions_decode_beside_a_prompt_in_pieces(model: SpanModel, uncut
 
 
 class Opened(Faulty):
-    """A model of whose next long pass something is done between two layers, once: `meanwhile`, in the loop."""
+    """A model in whose first long pass something is done before each of its layers but the first: `meanwhile`, in the
+    loop, given the layer's number."""
 
-    def __init__(self, real: SpanModel, meanwhile: Callable[[], Awaitable[object]]) -> None:
+    def __init__(self, real: SpanModel, meanwhile: Callable[[int], Awaitable[object]]) -> None:
         super().__init__(real)
         self.poison = -1
         self.layers_begun = list[int]()  # of each pass of prompts that could be interrupted
@@ -369,8 +370,8 @@ class Opened(Faulty):
         self.layers_begun.append(1)
 
         def noting() -> None:
-            if self.layers_begun == [1]:
-                asyncio.run_coroutine_threadsafe(self._meanwhile(), self._loop).result()
+            if len(self.layers_begun) == 1:
+                asyncio.run_coroutine_threadsafe(self._meanwhile(self.layers_begun[0]), self._loop).result()
             between()
             self.layers_begun[-1] += 1
 
@@ -384,7 +385,9 @@ async def test_a_long_pass_lets_in_who_decodes_or_has_a_short_prompt(model: Span
     async def text(ids: list[int], count: int) -> None:
         assert await generate(engine, ids, count) == reference(uncut, ids, count)
 
-    async def meanwhile() -> None:
+    async def meanwhile(layer: int) -> None:
+        if layer > 1:
+            return
         beside.extend(asyncio.create_task(text(prompt(3, tokens), 3)) for tokens in (1, 20))
         await asyncio.sleep(0)  # both have submitted their first step
 
@@ -408,12 +411,16 @@ async def test_a_long_pass_lets_in_who_decodes_or_has_a_short_prompt(model: Span
 
 
 async def test_a_pass_that_nobody_waits_for_ends_at_the_next_layer(model: SpanModel) -> None:
-    async def drop() -> None:
-        engine.drop(cache)
+    async def drop(layer: int) -> None:
+        if layer == 1:  # whoever is let in before makes no difference
+            beside.append(engine.submit(Job(model.new_cache(4), WHOLE, 0, ids=[5])))
+        if layer == 2:
+            engine.drop(cache)
 
-    async def stop() -> None:
-        engine._stopping = True
+    async def stop(layer: int) -> None:
+        engine._stopping = layer == 2
 
+    beside = list[asyncio.Future[JobResult]]()
     for meanwhile, kind in ((drop, asyncio.CancelledError), (stop, EngineStopped)):
         opened, cache = Opened(model, meanwhile), model.new_cache(60)
         engine = Engine(opened)
@@ -425,7 +432,8 @@ async def test_a_pass_that_nobody_waits_for_ends_at_the_next_layer(model: SpanMo
         if meanwhile is drop:  # and the engine goes on
             assert (await engine.submit(Job(model.new_cache(4), WHOLE, 0, ids=[5]))).packed == 1
         await engine.stop()
-        assert opened.layers_begun == [1]
+        assert opened.layers_begun == [2]
+    assert (await beside[0]).packed == 1
 
 
 async def test_a_failure_in_a_later_piece_fails_the_step_and_the_rest_is_not_run(model: SpanModel) -> None:
@@ -440,7 +448,7 @@ async def test_a_failure_in_a_later_piece_fails_the_step_and_the_rest_is_not_run
         await engine.submit(Job(cache, WHOLE, 10, ids=[5] * 51))
     assert faulty.calls == [1, 1] and cache.length == 10
     await engine.stop(drain=True)
-    assert faulty.calls == [1, 1] and engine.stats.waiting == 0
+    assert faulty.calls == [1, 1] and engine.stats.failed == 2 and engine.stats.waiting == 0
 
 
 async def test_a_session_that_is_dropped_while_it_runs_is_not_run_to_its_end(model: SpanModel) -> None:
