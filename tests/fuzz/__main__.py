@@ -29,7 +29,7 @@ from pathlib import Path
 from tests.fuzz.targets import TARGETS, Target, accepts, input_of
 
 TURN_S = 1.0  # of one target before the next has its turn
-HANGS_S = 60.0
+HANGS_S = 300.0  # far above any; a process that was suspended for a minute meanwhile isn't taken for one that hangs
 
 
 @dataclass
