@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from peer import capacity
 from peer.capacity import (
+    WORKSPACE_SLACK,
     MemoryPlan,
     ModelShape,
     available_ram,
@@ -179,6 +180,18 @@ def test_a_measured_workspace_that_breaks_the_plan_is_told_before_serving() -> N
     with pytest.raises(CapacityError, match=r"took 0\.977 GiB of workspace"):
         made.check_workspace(span, 1000 * MIB)
     plan(10**10).check_workspace(span, 100 * MIB)  # larger than estimated, but there is room
+
+
+def test_a_pass_over_the_whole_model_has_its_memory() -> None:
+    """Of 1,024 tokens, others of 32 here; what a trial of 32 takes beyond the plan, it takes as often."""
+    whole, part, made = Span(0, 10), Span(1, 10), plan(0)
+    row = (8 * 64 + 4 * 256) * 4
+    more = made.workspace(whole) - made.workspace(part)
+    assert more == pytest.approx(WORKSPACE_SLACK * (1024 - 32) * row, abs=2)
+    roomy, small = plan(plan(0).needed(whole) + 31 * MIB), int(WORKSPACE_SLACK * 32 * row) + 4 * MIB
+    roomy.check_workspace(whole, small - 4 * MIB)
+    with pytest.raises(CapacityError, match="workspace"):
+        roomy.check_workspace(whole, small)
 
 
 def test_a_plan_for_a_real_checkpoint_uses_its_headers() -> None:

@@ -91,6 +91,20 @@ def test_scores_are_scaled_as_the_model_says(multiplier: float) -> None:
     assert whole(random_model(config)).fused is not None
 
 
+@pytest.mark.parametrize("family", ["llama", "mistral-window", "qwen3"])
+def test_queries_that_are_taken_a_few_at_a_time_see_the_same(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, made = whole(tiny_model(family)), []
+    for queries in (256, 3):
+        monkeypatch.setattr("peer.attention.QUERIES", queries)
+        cache = model.new_cache(40)
+        for position, tokens in ((0, 9), (9, 20), (29, 11)):
+            ids = torch.arange(position, position + tokens) % model.vocab
+            output = model.forward(PackedStep(model.span, [Row(cache, position, tokens, logits=tokens)], ids=ids))
+            made.append(output.logits)
+    for one, other in zip(made[:3], made[3:], strict=True):
+        assert one is not None and other is not None and torch.allclose(one, other, atol=1e-5)
+
+
 def test_what_comes_in_is_not_written_to() -> None:
     """Layers add to their input in place; what they are given may be in a journal."""
     model = loaded(tiny_model("llama"), Span(2, 4))

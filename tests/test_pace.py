@@ -335,6 +335,22 @@ def test_what_is_forgotten_is_gone() -> None:
     assert len(pace) == 1
 
 
+def test_who_was_held_up_is_counted_once() -> None:
+    """Looked at between the layers of a pass and at its end."""
+    debts = []
+    for looks in ([], [0.3, 0.5, 0.9]):
+        pace = Pace()
+        pace.arrived("d", SPAN, 1, -0.2)
+        pace.ran("d", [], -0.2, -0.1)
+        pace.arrived("p", SPAN, 1024, 0.0)
+        pace.arrived("d", SPAN, 1, 0.1)
+        for at in looks:
+            pace.held_up(0.0, at)
+        pace.ran([], [("p", 1024)], 0.0, 1.0)
+        debts.append(pace._credit_s)
+    assert debts[0] == pytest.approx(debts[1]) == pytest.approx(1.3 * 0.1 - 0.9)
+
+
 def test_pieces_are_never_tiny() -> None:
     pace = Pace()
     pace.arrived("d", SPAN, 1, 0.0)
