@@ -10,6 +10,7 @@ import torch
 
 from benchmarks import engine, fairness, gpu_check
 from benchmarks.machine import Targets
+from benchmarks.many import shared
 from benchmarks.models import load
 from peer.cache import LayerStore
 
@@ -61,6 +62,11 @@ def test_the_benchmark_of_fairness_judges_what_it_measured(
     assert judged["target"] == 3.0
     assert judged["value"] == pytest.approx(found["token meanwhile, ms"] / found["token before, ms"], rel=1e-3)
     assert found["longest wait meanwhile, ms"] > 0 and found["prompt in company, s"] > 0
+
+
+def test_a_token_s_company_is_counted_among_those_who_decode_at_the_time() -> None:
+    assert shared([{1}, {1, 2}, {1, 2}, {2}]) == 1.0, "who hasn't begun, or is at the end, is missed by nobody"
+    assert shared([{1, 2}, {1}, {2}, {1, 2}]) == pytest.approx((2 + 0.5 + 0.5 + 2) / 6)
 
 
 def test_a_target_is_a_floor_or_a_ceiling(capsys: pytest.CaptureFixture[str]) -> None:
