@@ -223,8 +223,8 @@ class Pace:
         """
         self.awaited.clear()
         if not decoders and self._credit_s <= 0.0:  # prompts alone stand aside too, as long as somebody is due
-            expected = [s.due + 2 * s.gap_deviation_s for s in self._sessions.values() if s.due is not None]
-            return min((at for at in expected if at > now), default=now)
+            expected = [s.due for s in self._sessions.values() if s.due is not None and s.due > now]
+            return min(expected, default=now)
         missing = [(key, s.due) for key, s in self._sessions.items() if s.due is not None and s.span == span]
         alone = self._alone_s(decoders + len(missing)) if missing else None
         if alone is None:

@@ -119,6 +119,7 @@ class World:
                 self.run_turn(others, 1)
                 let_in_s += self.now - begun
             self.now += took / layers
+        self.arrive()  # as in life, before the turn has ended: whoever came meanwhile was held up by it
         started += let_in_s
         self.turns.append([(piece.job.key, piece.tokens) for piece in turn])
         self.scheduler.ended(turn, started, self.now)
@@ -200,10 +201,11 @@ def test_who_comes_in_the_middle_of_a_prompt_is_slowed_at_most_threefold_too(mac
         assert first_s <= 1.01 * (costs.turn_s([(0, world.chunk)]) / layers + 2 * alone_s)
 
 
-def test_a_prompt_in_debt_waits_for_one_who_is_a_little_late() -> None:
-    """Found by hypothesis: tokens that get dear soon, and a decoder whose pauses differ by a fifth."""
-    slower, _ = slowdown(Machine(0.125, 0.0, 0.125 * 0.125, 0.0, 200.0), 0.5 * 0.125, 1, tokens=1500)
-    assert slower <= 3.0
+def test_prompts_owe_for_those_who_come_while_they_run_alone() -> None:
+    """Found by hypothesis: tokens that get dear soon, and one decoder who is away for a moment each time."""
+    for gap in (0.25, 0.5):
+        slower, _ = slowdown(Machine(0.125, 0.0, 0.125 * 0.125, 0.0, 200.0), gap * 0.125, 1, tokens=1500)
+        assert slower <= 2.6
 
 
 def test_a_prompt_gets_on_beside_others() -> None:
