@@ -45,7 +45,7 @@ class StepSlot:
     hidden_in: Tensor | None = None
     hidden_out: Tensor | None = None
     wanted: Tensor | None = None  # indices of the tokens whose logits are wanted
-    masks: dict[tuple[int, int, int | None, bool], Tensor] = field(default_factory=dict)
+    masks: dict[tuple[int | None, ...], Tensor] = field(default_factory=dict)
     noted: list[Tensor] | None = None  # of a trial: the queries, keys and values that attention gets
 
     def clear(self) -> None:
@@ -123,21 +123,20 @@ def _attend_plain(
         )
     else:
         outputs = []
-        for start in range(0, n, QUERIES):
+        for start in reversed(range(0, n, QUERIES)):  # the largest mask first
             stop = min(start + QUERIES, n)
             seen = m - n + stop  # no key behind the last query
-            mask = _mask(slot, stop - start, seen, kv, query)
             outputs.append(
                 F.scaled_dot_product_attention(
                     query[:, :, start:stop],
                     keys[:, :, :seen],
                     values[:, :, :seen],
-                    attn_mask=mask,
+                    attn_mask=_mask(slot, stop - start, seen, kv, query),
                     scale=scaling,
                     enable_gqa=heads != kv_heads,
                 )
             )
-        out = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
+        out = outputs[0] if len(outputs) == 1 else torch.cat(outputs[::-1], dim=2)
     return out.transpose(1, 2)
 
 
@@ -173,18 +172,27 @@ def _attend_special(
 def _mask(slot: StepSlot, n: int, m: int, kv: LayerKV, like: Tensor) -> Tensor:
     """Additive [n, m]: query i is at key m - n + i and sees what `kv` says; key 0 is what query 0 sees first.
 
-    Made once a step.
+    Made once a step, and where only the distance counts, cut from the end of the largest: a long pass has one, not one
+    for each of its slices and sessions.
     """
-    made = slot.masks.get((n, m, kv.window, kv.chunked))
-    if made is None:
-        at = torch.arange(m - n, m, device=like.device)[:, None]
-        keys = torch.arange(m, device=like.device)[None, :]
-        hidden = keys > at
-        if kv.window is not None:
-            hidden |= keys < at - at % kv.window if kv.chunked else keys <= at - kv.window
-        made = torch.zeros(n, m, dtype=like.dtype, device=like.device).masked_fill_(hidden, float("-inf"))
-        slot.masks[n, m, kv.window, kv.chunked] = made
-    return made
+    kind = (kv.window, n, m) if kv.chunked else (kv.window,)
+    made = slot.masks.pop(kind, None)
+    if made is None or made.shape[0] < n or made.shape[1] < m:
+        rows, columns = (n, m) if made is None else (max(n, made.shape[0]), max(m, made.shape[1]))
+        del made  # before there is another
+        made = _make_mask(rows, columns, kv, like)
+    slot.masks[kind] = made
+    cut = made[made.shape[0] - n :, made.shape[1] - m :]
+    return cut if like.device.type == "cpu" else cut.contiguous()  # kernels there want it aligned
+
+
+def _make_mask(n: int, m: int, kv: LayerKV, like: Tensor) -> Tensor:
+    at = torch.arange(m - n, m, device=like.device)[:, None]
+    keys = torch.arange(m, device=like.device)[None, :]
+    hidden = keys > at
+    if kv.window is not None:
+        hidden |= keys < at - at % kv.window if kv.chunked else keys <= at - kv.window
+    return torch.zeros(n, m, dtype=like.dtype, device=like.device).masked_fill_(hidden, float("-inf"))
 
 
 AttentionInterface.register(ATTENTION, packed_attention)

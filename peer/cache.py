@@ -31,6 +31,7 @@ import math
 import mmap
 import os
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from peer.kv import REACH, KvSizes, LayerKV, Reach, Rewinds
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 
 
 ALIGNED = 64  # bytes: a cache line, and the widest vector
+OVERCOMMIT = Path("/proc/sys/vm/overcommit_memory")  # 2: addresses count as memory
 
 
 class KvLedger:
@@ -120,7 +122,7 @@ class _Arena:
     def __init__(self, size: int, dtype: torch.dtype) -> None:
         import torch
 
-        if os.name != "posix":
+        if not _addresses_are_free():
             raise OSError("addresses cost memory here")
         mapped = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with contextlib.suppress(AttributeError, OSError):  # a huge page is real as a whole when one byte is written
@@ -133,6 +135,22 @@ class _Arena:
         made = self._memory[start : self._used].view(self._dtype).view(shape)
         self._used += -self._used % ALIGNED
         return made
+
+
+def _addresses_are_free() -> bool:
+    """Not where the system counts them as memory, nor where a process may have only so many: what one session took
+    for its whole context would be lacking elsewhere."""
+    if os.name != "posix":
+        return False
+    import resource
+
+    limits = (getattr(resource, name, None) for name in ("RLIMIT_AS", "RLIMIT_DATA"))
+    if any(limit is not None and resource.getrlimit(limit)[0] != resource.RLIM_INFINITY for limit in limits):
+        return False
+    try:
+        return OVERCOMMIT.read_text().strip() != "2"
+    except OSError:  # no Linux
+        return True
 
 
 class LayerStore:

@@ -209,9 +209,9 @@ class Engine:
         with self._wake:
             dropped = self._scheduler.drop(cache)
             dropped += [entry for entry in self._running if entry.key is cache]
+            for entry in dropped:  # at once: a piece that ends now must not be put back, and keep the session's memory
+                entry.future.cancel()
             self._wake.notify()
-        for entry in dropped:
-            entry.future.cancel()
 
     def call(self, function: Callable[[], T]) -> asyncio.Future[T]:
         """Run a function in the engine's thread, between turns (loading, trial steps)."""

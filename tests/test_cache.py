@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+from pathlib import Path
 
 import psutil
 import pytest
@@ -105,7 +105,7 @@ def large_pool(context: int = 1 << 16) -> KvPool:
     return KvPool(sizes, CLAIM, sizes.bytes(context, CLAIM), dtype=torch.float32)
 
 
-@pytest.mark.skipif(os.name != "posix", reason="where addresses cost memory, what grows is copied")
+@pytest.mark.skipif(not cache_module._addresses_are_free(), reason="where addresses cost memory, what grows is copied")
 def test_a_long_session_grows_without_a_copy_and_costs_what_it_has_written() -> None:
     def resident() -> int:
         return psutil.Process().memory_info().rss
@@ -148,6 +148,22 @@ def test_where_addresses_are_refused_a_session_has_what_it_reserved_and_is_copie
     fill(cache, 5, 12)
     assert pointers(cache) != where and cache.layers[3].room == 40
     assert torch.equal(cache.layers[3].keys[0, 1, :12, 2], torch.arange(12.0) + 3000)
+
+
+@pytest.mark.parametrize("why", ["overcommit", "RLIMIT_AS", "RLIMIT_DATA"])
+def test_where_addresses_are_counted_a_session_takes_those_that_it_reserved(
+    why: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Else a few sessions of a large context would leave none for anything else."""
+    resource = pytest.importorskip("resource")
+    if why == "overcommit":
+        (tmp_path / "overcommit_memory").write_text("2\n")
+        monkeypatch.setattr(cache_module, "OVERCOMMIT", tmp_path / "overcommit_memory")
+    else:
+        limited, free = getattr(resource, why), (resource.RLIM_INFINITY,) * 2
+        monkeypatch.setattr(resource, "getrlimit", lambda which: (1 << 40, 1 << 40) if which == limited else free)
+    cache = make_pool(100).reserve("a", 5)
+    assert cache.layers[0].room == 5 and cache.layers[0].keys.untyped_storage().nbytes() < 5 * POSITION
 
 
 def test_layers_of_one_arena_share_nothing() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import math
+import threading
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -472,6 +473,26 @@ async def test_a_session_that_is_dropped_while_it_runs_is_not_run_to_its_end(mod
     await begun.wait()
     await engine.stop(drain=True)
     assert running.cancelled() and calls == [10] and engine.stats.waiting == 0
+
+
+async def test_a_piece_that_ends_while_its_session_is_dropped_is_not_put_back(
+    model: SpanModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine's thread doesn't get to see a session that is gone, with a step that isn't cancelled yet."""
+    seen = list[bool]()
+
+    class Watched(asyncio.Future[JobResult]):
+        def cancel(self, msg: object = None) -> bool:
+            other = threading.Thread(target=lambda: seen.append(engine._wake.acquire(blocking=False)))
+            other.start()
+            other.join()
+            return super().cancel(msg)
+
+    engine, cache = Engine(model), model.new_cache(60)
+    monkeypatch.setattr(asyncio.get_running_loop(), "create_future", Watched, raising=False)
+    running = engine.submit(Job(cache, WHOLE, 0, ids=[5] * 50))
+    engine.drop(cache)
+    assert running.cancelled() and seen == [False]
 
 
 async def test_a_closed_session_s_memory_is_free_while_the_engine_has_nothing_to_do(model: SpanModel) -> None:

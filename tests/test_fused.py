@@ -6,8 +6,9 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, PreTrainedModel
 
-from peer.attention import Row
+from peer.attention import Row, StepSlot, _attend_plain
 from peer.fused import TOLERANCE, _Norm, join
+from peer.kv import LayerKV
 from peer.model import PackedStep, SpanModel
 from routing.spans import Span
 from tests.tiny import COMMON, loaded, random_model, tiny_config, tiny_model
@@ -103,6 +104,23 @@ def test_queries_that_are_taken_a_few_at_a_time_see_the_same(family: str, monkey
             made.append(output.logits)
     for one, other in zip(made[:3], made[3:], strict=True):
         assert one is not None and other is not None and torch.allclose(one, other, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_a_long_pass_holds_one_mask_for_all_its_slices_and_sessions(
+    window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the plan of its memory has it: so many queries, and the longest text that there is."""
+    monkeypatch.setattr("peer.attention.QUERIES", 4)
+    slot, kv = StepSlot(), LayerKV(2, 8, 8, window)
+    for n, m in ((13, 20), (4, 9), (15, 30), (2, 3)):
+        query, keys, values = torch.randn(1, 2, n, 8), torch.randn(1, 2, m, 8), torch.randn(1, 2, m, 8)
+        back = torch.arange(m - n, m)[:, None] - torch.arange(m)
+        unseen = (back < 0) | (back >= (window or m))
+        scores = (query @ keys.transpose(2, 3) / 8**0.5).masked_fill(unseen, -torch.inf)
+        right = (scores.softmax(-1) @ values).transpose(1, 2)
+        assert torch.allclose(_attend_plain(slot, query, keys, values, None, kv), right, atol=1e-5)
+    assert [mask.shape for mask in slot.masks.values()] == [(4, 30)]
 
 
 def test_what_comes_in_is_not_written_to() -> None:
