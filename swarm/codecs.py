@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -149,15 +149,17 @@ def of(codec: Codec, **default: Any) -> Any:
 M = TypeVar("M")
 
 
-_known_fields: dict[type[Any], tuple[tuple[str, Codec, bool], ...]] = {}  # one entry a class of ours
+Field = tuple[str, str, Codec, bool]  # key in the map, name in the dataclass, codec, whether it has to be there
+
+_known_fields: dict[type[Any], tuple[Field, ...]] = {}  # one entry a class of ours
 
 
-def _fields(cls: type[Any]) -> tuple[tuple[str, Codec, bool], ...]:
-    """(name, codec, required) of all fields that travel; remembered, for every step asks."""
+def _fields(cls: type[Any]) -> tuple[Field, ...]:
+    """All fields that travel, under their own names; remembered, for every step asks."""
     if cls not in _known_fields:
         missing = dataclasses.MISSING
         _known_fields[cls] = tuple(
-            (f.name, f.metadata["codec"], f.default is missing and f.default_factory is missing)
+            (f.name, f.name, f.metadata["codec"], f.default is missing and f.default_factory is missing)
             for f in dataclasses.fields(cls)
             if "codec" in f.metadata
         )
@@ -166,18 +168,23 @@ def _fields(cls: type[Any]) -> tuple[tuple[str, Codec, bool], ...]:
 
 def to_map(message: Any) -> dict[str, Wire]:
     """All fields that carry a codec, by name."""
-    return {name: codec.write(getattr(message, name)) for name, codec, _ in _fields(type(message))}
+    return {key: codec.write(getattr(message, name)) for key, name, codec, _ in _fields(type(message))}
 
 
 def from_map(cls: type[M], values: Wire) -> M:
     """Build `cls` from a map. Raises MessageError naming the field."""
     if not isinstance(values, Mapping):
         raise MessageError(f"{cls.__name__} should be a map, got {type(values).__name__}")
+    return build(cls, _fields(cls), values)
+
+
+def build(cls: type[M], fields: Iterable[Field], values: Mapping[str, Wire]) -> M:
+    """A `cls` of what a map has of these fields. Raises MessageError naming the field."""
     read: dict[str, Any] = {}
-    for name, codec, required in _fields(cls):
-        if name in values:
+    for key, name, codec, required in fields:
+        if key in values:
             try:
-                read[name] = codec.read(values[name])
+                read[name] = codec.read(values[key])
             except MessageError as error:
                 raise MessageError(f"{cls.__name__}.{name}: {error}") from None
         elif required:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from swarm.identity import PeerId
 from swarm.messages import HopRef, Open, Prepare, Resume, bias_tensors
@@ -22,31 +23,24 @@ class Epoch:
     config: SessionConfig
 
     def prepare(self, index: int) -> Prepare:
-        hops, descriptors = self.plan.route.hops, self.plan.descriptors
-        refs = [HopRef(PeerId(hop.peer), hop.span.start, descriptors.get(PeerId(hop.peer), b"")) for hop in hops]
-        return Prepare(
-            session=self.config.session,
-            epoch=self.number,
-            span=hops[index].span,
-            previous=refs[index - 1] if index else None,
-            next=refs[index + 1] if index + 1 < len(refs) else None,
-            first=refs[0],
-            last=refs[-1],
-        )
+        return Prepare(**self._place(index))
 
     def open(self, index: int) -> Open:
-        place = self.prepare(index)
-        return Open(
-            session=place.session,
-            epoch=place.epoch,
-            span=place.span,
-            previous=place.previous,
-            next=place.next,
-            first=place.first,
-            last=place.last,
-            fingerprint=self.config.fingerprint,
-            reserve=self.config.reserve,
-        )
+        return Open(**self._place(index), fingerprint=self.config.fingerprint, reserve=self.config.reserve)
+
+    def _place(self, index: int) -> dict[str, Any]:
+        """What both of them say."""
+        hops, descriptors = self.plan.route.hops, self.plan.descriptors
+        refs = [HopRef(PeerId(hop.peer), hop.span.start, descriptors.get(PeerId(hop.peer), b"")) for hop in hops]
+        return {
+            "session": self.config.session,
+            "epoch": self.number,
+            "span": hops[index].span,
+            "previous": refs[index - 1] if index else None,
+            "next": refs[index + 1] if index + 1 < len(refs) else None,
+            "first": refs[0],
+            "last": refs[-1],
+        }
 
     def resume(self, index: int, has: Sequence[int], resume_at: int, ids: list[int], credit: int) -> Resume:
         """has: positions that each hop keeps. resume_at: the first that the ring computes. ids: all that are known."""

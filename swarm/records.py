@@ -278,16 +278,7 @@ def _read(payload: bytes) -> Record:
 
 
 def _build(cls: type[Any], values: dict[str, Any]) -> Record:
-    found: dict[str, Any] = {}
-    for key, name, codec, required in _FIELDS[cls]:
-        if key in values:
-            try:
-                found[name] = codec.read(values[key])
-            except MessageError as error:
-                raise MessageError(f"{cls.__name__}.{name}: {error}") from None
-        elif required:
-            raise MessageError(f"{cls.__name__}.{name} is missing")
-    made: Record = cls(**found)
+    made: Record = codecs.build(cls, _FIELDS[cls], values)
     if isinstance(made, Descriptor):
         made.check()
     return made

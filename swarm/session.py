@@ -160,7 +160,6 @@ class Session:
         self._read_upto = len(config.prompt)
         # the epoch
         self._epoch = 0
-        self._route: tuple[Hop, ...] = ()
         self._plan_now: Plan | None = None
         self._held: dict[HopKey, _Held] = {}
         self._granted = 0
@@ -339,14 +338,14 @@ class Session:
         what is left over."""
         self._enter(Phase.OPENING)
         self._epoch += 1
-        self._plan_now, self._route = plan, plan.route.hops
+        self._plan_now = plan
         self._inquiry = self._wake_at = None
         self._opened_at = now
         self._overdue.new_epoch()
         if self._repair is not None:
             self._effects.append(self._repair.started(self._route))
         epoch = Epoch(self._epoch, plan, self._config)
-        chain = {HopKey(PeerId(hop.peer), hop.span.start): hop for hop in self._route}
+        chain = dict(zip(self._keys, self._route, strict=True))
         for key in [key for key in self._held if key not in chain]:
             self._close(key)
         for index, (key, hop) in enumerate(chain.items()):
@@ -384,6 +383,10 @@ class Session:
         if all(held.answered and held.reserved >= self._config.reserve for held in hops):
             self._timings.saw("open", now - self._opened_at)
             self._resume(now)
+
+    @property
+    def _route(self) -> tuple[Hop, ...]:
+        return () if self._plan_now is None else self._plan_now.route.hops
 
     @property
     def _keys(self) -> list[HopKey]:

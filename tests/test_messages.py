@@ -42,7 +42,7 @@ def test_a_field_takes_what_is_within_its_bounds_and_nothing_else(
 @pytest.mark.parametrize("kind", REGISTERED)
 def test_no_field_of_any_message_is_without_bounds(kind: str) -> None:
     beyond = (1 << 64, -(1 << 64), 1e308, math.nan, "x" * FAR, b"x" * FAR, [b"x"] * FAR)
-    for name, codec, _ in codecs._fields(REGISTERED[kind]):
+    for _, name, codec, _ in codecs._fields(REGISTERED[kind]):
         for value in beyond:
             with pytest.raises(MessageError):
                 raise AssertionError(f"{kind}.{name} took {str(codec.read(value))[:60]}")
