@@ -86,19 +86,31 @@ def attend_rows(
     scaling: float | None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    asking: Sequence[int] | None = None,
 ) -> Tensor:
-    """`packed_attention` of the model's layer `index`."""
+    """`packed_attention` of the model's layer `index`.
+
+    asking: how many of each row's tokens, its last ones, have a query (None: all have).
+    """
     if slot.noted is not None:
         slot.noted += (query, key, value)
     attend = _attend_plain if softcap is None and s_aux is None else _attend_special
-    outputs, start = [], 0
-    for row in slot.rows:
-        layer = row.cache.layers[index - row.cache.span.start]
+    outputs, start, asked = list[Tensor](), 0, 0
+    for row, queries in zip(slot.rows, asking or [row.tokens for row in slot.rows], strict=True):
+        layer, first = row.cache.layers[index - row.cache.span.start], row.tokens - queries
         for a, b in layer.pieces(row.tokens):
             part = slice(start + a, start + b)
             keys, values = layer.write(row.position + a, key[:, :, part], value[:, :, part])
-            outputs.append(attend(slot, query[:, :, part], keys, values, scaling, layer.kv, softcap, s_aux))
+            if first < b:
+                begin = max(a, first)
+                unseen = layer.kv.first_seen(row.position + begin) - layer.kv.first_seen(row.position + a)
+                keys, values = keys[:, :, unseen:], values[:, :, unseen:]
+                some = query[:, :, asked : asked + b - begin]
+                outputs.append(attend(slot, some, keys, values, scaling, layer.kv, softcap, s_aux))
+                asked += b - begin
         start += row.tokens
+    if not outputs:
+        return query.transpose(1, 2)
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
 

@@ -34,6 +34,9 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+import numpy.typing as npt
+
 from peer.kv import REACH, KvSizes, LayerKV, Reach, Rewinds
 from routing.spans import Span
 from swarm.errors import CacheFull, CannotRewind, CapacityError, OutOfStep
@@ -42,6 +45,7 @@ if TYPE_CHECKING:
     import torch
 
 
+IntArray = npt.NDArray[np.int64]
 ALIGNED = 64  # bytes: a cache line, and the widest vector
 OVERCOMMIT = Path("/proc/sys/vm/overcommit_memory")  # 2: addresses count as memory
 
@@ -159,18 +163,13 @@ class LayerStore:
     keys: [1, heads, room, key_dim], values: [1, heads, room, value_dim].
     """
 
-    __slots__ = ("_both", "_reach", "base", "keys", "kv", "room", "values")
+    __slots__ = ("_reach", "base", "keys", "kv", "room", "values")
 
     def __init__(self, kv: LayerKV, positions: int, reach: Reach, make: Callable[..., torch.Tensor]) -> None:
         self.kv, self._reach = kv, reach
         self.base, self.room = 0, kv.stored(positions, reach)
-        self._both: torch.Tensor | None = None  # keys and values as one [2 * heads, room, dim], where they can be
-        if kv.key_dim == kv.value_dim:
-            self._both = make(2 * kv.heads, self.room, kv.key_dim)
-            self.keys, self.values = self._both[None, : kv.heads], self._both[None, kv.heads :]
-        else:
-            self.keys = make(1, kv.heads, self.room, kv.key_dim)
-            self.values = make(1, kv.heads, self.room, kv.value_dim)
+        self.keys = make(1, kv.heads, self.room, kv.key_dim)
+        self.values = make(1, kv.heads, self.room, kv.value_dim)
 
     @property
     def oldest(self) -> int:
@@ -188,23 +187,19 @@ class LayerStore:
         of which are the new ones and the first is what the first of those sees first. Views: read before the
         next `write`.
         """
-        first, stop = self.kv.first_seen(position), position + key.shape[2]
-        assert first >= self.base, f"position {first} is attended to, but what lies before {self.base} is gone"
-        if stop - self.base > self.room:
-            self._slide(position)
+        first, stop = self.make_room(position, key.shape[2]), position + key.shape[2]
         begin, end = position - self.base, stop - self.base
         self.keys[:, :, begin:end] = key
         self.values[:, :, begin:end] = value
         return self.keys[:, :, first - self.base : end], self.values[:, :, first - self.base : end]
 
-    def write_one(self, position: int, both: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """`write` for one position. both: [2 * heads, dim], its keys and then its values."""
-        if self._both is None or self.kv.window is not None or position >= self.room:
-            key, value = both[None, :, None].chunk(2, 1)
-            return self.write(position, key, value)
-        self._both[:, position] = both
-        stop = position + 1
-        return self.keys[:, :, :stop], self.values[:, :, :stop]
+    def make_room(self, position: int, tokens: int) -> int:
+        """For new positions, which are written next; the first that the first of them attends to."""
+        first = self.kv.first_seen(position)
+        assert first >= self.base, f"position {first} is attended to, but what lies before {self.base} is gone"
+        if position + tokens - self.base > self.room:
+            self._slide(position)
+        return first
 
     def make_way(self, position: int, tokens: int) -> None:
         """So that a step of so many tokens at `position`, at most a chunk, is written without letting go of more."""
@@ -229,7 +224,7 @@ class LayerStore:
             return
         keys, values = _with_room(self.keys, room), _with_room(self.values, room)
         keys[:, :, :held], values[:, :, :held] = self.keys[:, :, :held], self.values[:, :, :held]
-        self.room, self.keys, self.values, self._both = room, keys, values, None
+        self.room, self.keys, self.values = room, keys, values
 
 
 def _with_room(tensor: torch.Tensor, room: int) -> torch.Tensor:
@@ -243,7 +238,7 @@ class SessionCache:
     most: positions that it may grow to without being copied, where that costs nothing; by default those reserved.
     """
 
-    __slots__ = ("__weakref__", "_reach", "_room", "chunk", "freed", "layers", "length", "reserved", "span")
+    __slots__ = ("__weakref__", "_known", "_reach", "_room", "chunk", "freed", "layers", "length", "reserved", "span")
 
     def __init__(
         self,
@@ -265,12 +260,35 @@ class SessionCache:
         make: Callable[..., torch.Tensor] = empty
         self.span, self.reserved, self._reach = span, reserved, reach
         self.length, self._room, self.freed = 0, reserved, False
+        self._known: IntArray | None = None
         if most is not None and torch.device(device).type == "cpu":
             size = sum(kv.elements * kv.stored(most, reach) * dtype.itemsize + 2 * ALIGNED for kv in layers)
             with contextlib.suppress(OSError):
                 make, self._room = _Arena(size, dtype).make, max(reserved, most)
         self.layers = [LayerStore(kv, self._room, reach, make) for kv in layers]
         self.chunk = reach.chunk if any(kv.window is not None for kv in layers) else None
+
+    def places(self, span: Span, position: int, tokens: int) -> IntArray:
+        """Where the layers of `span`, a part of this one's, have new positions that are written next, no more than a
+        `Reach`'s chunk: int64 [layers, tokens, 5], as `kernels.run_layers` says. On a CPU."""
+        part = slice(span.start - self.span.start, span.stop - self.span.start)
+        made = np.empty((len(span), tokens, 5), np.int64)
+        made[:, :, :3] = self._stores()[part, None]
+        made[:, :, 3], made[:, :, 4] = 0, np.arange(position, position + tokens)
+        if self.chunk is not None:
+            for layer, rows in zip(self.layers[part], made, strict=True):
+                layer.make_room(position, tokens)
+                rows[:, 3] = [layer.kv.first_seen(p) - layer.base for p in range(position, position + tokens)]
+                rows[:, 4] -= layer.base
+        assert (made[:, -1, 4] < made[:, -1, 2]).all(), "what has no room would be written over something else"
+        return made
+
+    def _stores(self) -> IntArray:
+        """Of each layer: the addresses of its keys and of its values, and its room."""
+        if self._known is None:
+            known = [(layer.keys.data_ptr(), layer.values.data_ptr(), layer.room) for layer in self.layers]
+            self._known = np.array(known, np.int64)
+        return self._known
 
     @property
     def oldest(self) -> int:
@@ -308,7 +326,7 @@ class SessionCache:
         if position + tokens > self._room:
             for layer in self.layers:
                 layer.grow(self.reserved, self.length)
-            self._room = self.reserved
+            self._room, self._known = self.reserved, None
         if self.chunk is not None:
             for layer in self.layers:
                 layer.make_way(position, min(tokens, self.chunk))

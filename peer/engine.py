@@ -453,7 +453,9 @@ class Engine:
         """Each job's part of the pass. Here the CPU waits for the device."""
         assert self.model is not None
         is_last = jobs[0].span.stop == self.model.layers_total
-        finite = torch.isfinite(output.hidden).all(-1).tolist()
+        finite = None
+        if not is_last or any(job.tokens > 1 or job.sample is None for job in jobs):
+            finite = torch.isfinite(output.hidden).all(-1).tolist()  # else a token's logits tell of it
         hidden = None if is_last else output.hidden.cpu()
         logits = None if output.logits is None else output.logits.cpu().numpy()
         results: list[Made | Exception] = []
@@ -463,7 +465,7 @@ class Engine:
             row = None
             if logits is not None and job.sample is not None:
                 row, sampled = logits[sampled], sampled + 1
-            if not all(finite[start:stop]) or (row is not None and not np.isfinite(row).all()):
+            if (finite is not None and not all(finite[start:stop])) or (row is not None and not np.isfinite(row).all()):
                 results.append(StepFailed(str(job.span), "the output has NaN or Inf"))
             else:
                 token, likely = None, None

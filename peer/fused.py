@@ -4,10 +4,9 @@ The same arithmetic in fewer and larger operations: q, k and v are one matrix, a
 after the other in memory, `weights.py` sees to that), the rotary table is made once a step, nothing is dispatched by
 name. A token of SmolLM2-135M is 30 layers of about 1 ms, of which transformers' modules took a third.
 
-One token of one session on a CPU has a way of its own (`_Layer.one`): its matrices are read once, at the pace of the
-memory, and all that lies between them takes as long again, since the weights that stream by leave no cache warm. So it
-counts operations: vectors without a batch, a norm in three, residuals added by the multiplication. torch.compile was
-measured there too (SmolLM2, float32, two cores): 40 to 53 ms a token against 31 to 38.
+Steps of few tokens on a CPU, which is decoding, are one call of compiled loops (`compiled.py`). torch.compile was
+measured there too (SmolLM2, float32, two cores): 40 to 53 ms a token where such operations took 31 to 38; the loops
+take 21.
 
 Invariant: a span runs here only if every one of its layers, its embedding and its head gave in a trial what
 transformers' own modules give (`matches`); otherwise all of it runs on those, and nobody needs to know.
@@ -23,8 +22,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.activations import ACT2FN
 
 from peer.attention import Row, StepSlot, attend_rows
+from peer.compiled import CompiledSpan, compiled
 from peer.families import original_context
 from routing.spans import Span
 
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 LAYER_PARTS = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
 ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj"}
+SILU = type(ACT2FN["silu"])
 HEAD_NORMS = {"q_norm", "k_norm"}  # of Qwen 3 and others, over each head
 MLP_PARTS = {"gate_proj", "up_proj", "down_proj"}
 # The norm of a trial's error over that of the right output: some roundings (2**-24, 2**-8, 2**-11), and no more. In
@@ -44,7 +46,7 @@ UNLIKE = (AttributeError, IndexError, RuntimeError, TypeError, ValueError)
 
 
 @dataclass(frozen=True, slots=True)
-class _Norm:
+class Norm:
     weight: Tensor
     eps: float
 
@@ -59,34 +61,13 @@ class _Norm:
         scale = squares.div_(x.shape[-1]).add_(self.eps).rsqrt_()
         return torch.mul(x, scale, out=out).mul_(self.weight)
 
-    def row(self, x: Tensor, zeros: Tensor, out: Tensor) -> Tensor:
-        """x: [width] on a CPU. zeros, out: as many. Six operations of `F.rms_norm` in three."""
-        if x.dtype == torch.float32:
-            squares: float = torch.dot(x, x).item()
-        else:
-            squares = torch.linalg.vector_norm(x, dtype=torch.float32).item() ** 2
-        return torch.addcmul(zeros, x, self.weight, value=(squares / x.shape[0] + self.eps) ** -0.5, out=out)
-
 
 @dataclass(frozen=True, slots=True)
-class _Matrix:
+class Matrix:
     """weight: [out, in]; bias: [out] or None."""
 
     weight: Tensor
     bias: Tensor | None
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """x: [n, in] -> [n, out]."""
-        if x.shape[0] > 1 or x.device.type != "cpu":
-            return F.linear(x, self.weight, self.bias)
-        return self.row(x[0])[None]
-
-    def row(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """x: [in] -> [out]."""
-        # torch's matrix times vector; its linear takes a third longer over one row of bfloat16
-        if self.bias is None:
-            return torch.mv(self.weight, x, out=out)
-        return torch.addmv(self.bias, self.weight, x, out=out)
 
     def into(self, x: Tensor, out: Tensor) -> Tensor:
         """x: [n, in], out: [n, out]."""
@@ -99,15 +80,9 @@ class _Matrix:
         sums.addmm_(x, self.weight.t())
         return sums if self.bias is None else sums.add_(self.bias)
 
-    def onto(self, x: Tensor, row: Tensor) -> Tensor:
-        """row: [out], to which the product with x: [in] is added in place."""
-        if self.bias is None and x.dtype == torch.float32:
-            return row.addmv_(self.weight, x)
-        return row.add_(self.row(x))  # in bfloat16 a product that adds is the slower one
-
 
 @dataclass(frozen=True, slots=True)
-class _Layer:
+class Layer:
     """index: in the model. heads, kv_heads: of `dim` values each. q_norm, k_norm: None where there are none."""
 
     index: int
@@ -115,22 +90,28 @@ class _Layer:
     kv_heads: int
     dim: int
     scaling: float
-    before: _Norm
-    qkv: _Matrix
-    q_norm: _Norm | None
-    k_norm: _Norm | None
-    out: _Matrix
-    between: _Norm
-    gate_up: _Matrix
+    before: Norm
+    qkv: Matrix
+    q_norm: Norm | None
+    k_norm: Norm | None
+    out: Matrix
+    between: Norm
+    gate_up: Matrix
     act: Any
-    down: _Matrix
+    down: Matrix
 
     @property
     def sizes(self) -> tuple[int, ...]:
         return self.heads, self.kv_heads, self.dim, self.gate_up.weight.shape[0]
 
-    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, slot: StepSlot, room: _Room) -> Tensor:
-        """x: [n, width], changed in place; cos, sin: [n, 1, dim], sin with its first half negated. Returns x."""
+    def __call__(
+        self, x: Tensor, cos: Tensor, sin: Tensor, slot: StepSlot, room: _Room, wanted: Tensor | None = None
+    ) -> Tensor:
+        """x: [n, width], changed in place; cos, sin: [n, 1, dim], sin with its first half negated. Returns x.
+
+        wanted: indices of m tokens, the last ones of their rows, with which it goes on (None: all). Of the others only
+        keys and values are made. x is left then, and what is returned is [m, width].
+        """
         n, split, half = x.shape[0], self.heads + self.kv_heads, self.dim // 2
         states = self.qkv.into(self.before.into(x, room.normed), room.states).view(n, -1, self.dim)
         turned, value = states[:, :split], states[:, split:]
@@ -141,86 +122,52 @@ class _Layer:
         made[..., :half].addcmul_(turned[..., half:], sin[..., :half])
         made[..., half:].addcmul_(turned[..., :half], sin[..., half:])
         turned, value = made.transpose(0, 1)[None], value.transpose(0, 1)[None]
-        query, key = turned[:, : self.heads], turned[:, self.heads :]
-        seen = attend_rows(slot, self.index, query, key, value, self.scaling)
-        self.out.added_to(x, seen.reshape(n, self.heads * self.dim))
+        query, key, asking = turned[:, : self.heads], turned[:, self.heads :], None
+        if wanted is not None:
+            x, query, room, asking = x[wanted], query[:, :, wanted], room.of(len(wanted)), [r.logits for r in slot.rows]
+        seen = attend_rows(slot, self.index, query, key, value, self.scaling, asking=asking)
+        self.out.added_to(x, seen.reshape(len(x), self.heads * self.dim))
         gate, up = self.gate_up.into(self.between.into(x, room.normed), room.gate_up).chunk(2, -1)
         return self.down.added_to(x, torch.mul(self.act(gate), up, out=room.inner))
-
-    def one(self, x: Tensor, table: _Turn, row: Row, slot: StepSlot, room: _RowRoom) -> Tensor:
-        """`__call__` for one token of one session on a CPU. x: [width], changed in place. Returns x."""
-        self.qkv.row(self.before.row(x, room.zeros, room.normed), room.states)
-        if self.q_norm is not None and self.k_norm is not None:
-            torch.cat([self.q_norm(room.query), self.k_norm(room.key)], out=room.turned)
-        torch.mul(room.second, table.first_sin, out=room.rolled_first)
-        torch.mul(room.first, table.second_sin, out=room.rolled_second)
-        torch.addcmul(room.rolled, room.turned, table.cos, out=room.turned)
-        if slot.noted is not None:
-            slot.noted += (room.query[None, :, None], room.key[None, :, None], room.value[None, :, None])
-        layer = row.cache.layers[self.index - row.cache.span.start]
-        keys, values = layer.write_one(row.position, room.key_value)
-        # one token sees all keys: its grouped heads are the "length", and no key is repeated
-        seen = F.scaled_dot_product_attention(room.grouped, keys, values, scale=self.scaling)
-        self.out.onto(seen.reshape(-1), x)
-        self.gate_up.row(self.between.row(x, room.zeros, room.normed), room.gate_up)
-        return self.down.onto(self.act(room.gate).mul_(room.up), x)
 
 
 class _Room:
     """Where the layers of a pass of n tokens put what lies between their operations: memory that is new each time costs
     as much as the operation. Nothing in it outlives a layer."""
 
-    def __init__(self, layer: _Layer, tokens: int, like: Tensor) -> None:
-        def make(*shape: int) -> Tensor:
-            return torch.empty(tokens, *shape, dtype=like.dtype, device=like.device)
+    def __init__(self, normed: Tensor, states: Tensor, turned: Tensor, gate_up: Tensor, inner: Tensor) -> None:
+        self.normed, self.states, self.turned, self.gate_up, self.inner = normed, states, turned, gate_up, inner
 
-        self.normed = make(like.shape[-1])
-        self.states = make(layer.qkv.weight.shape[0])
-        self.turned = make(layer.heads + layer.kv_heads, layer.dim)
-        self.gate_up = make(layer.gate_up.weight.shape[0])
-        self.inner = make(layer.down.weight.shape[1])
+    @classmethod
+    def make(cls, layer: Layer, tokens: int, like: Tensor) -> _Room:
+        shapes = [
+            (like.shape[-1],),
+            (layer.qkv.weight.shape[0],),
+            (layer.heads + layer.kv_heads, layer.dim),
+            (layer.gate_up.weight.shape[0],),
+            (layer.down.weight.shape[1],),
+        ]
+        return cls(*(torch.empty(tokens, *shape, dtype=like.dtype, device=like.device) for shape in shapes))
 
-
-class _RowRoom:
-    """`_Room` for one token, with every view of it that a layer needs: making one costs as much as an operation."""
-
-    def __init__(self, layer: _Layer, like: Tensor) -> None:
-        heads, kv_heads, dim, half = layer.heads, layer.kv_heads, layer.dim, layer.dim // 2
-        split = heads + kv_heads
-        self.zeros, self.normed = torch.zeros_like(like), torch.empty_like(like)
-        self.states = like.new_empty((split + kv_heads) * dim)
-        by_head = self.states.view(-1, dim)
-        self.turned, self.query, self.key = by_head[:split], by_head[:heads], by_head[heads:split]
-        self.value, self.key_value = by_head[split:], by_head[heads:]
-        self.grouped = self.query.view(1, kv_heads, heads // kv_heads, dim)
-        self.first, self.second = self.turned[:, :half], self.turned[:, half:]
-        self.rolled = torch.empty_like(self.turned)
-        self.rolled_first, self.rolled_second = self.rolled[:, :half], self.rolled[:, half:]
-        self.gate_up = like.new_empty(layer.gate_up.weight.shape[0])
-        self.gate, self.up = self.gate_up.chunk(2)
-
-
-class _Turn:
-    """Of the rotary table at one position: [dim], and the sine's halves, the first negated."""
-
-    def __init__(self, cos: Tensor, sin: Tensor) -> None:
-        half = len(cos) // 2
-        self.cos, self.first_sin, self.second_sin = cos, sin[:half], sin[half:]
+    def of(self, tokens: int) -> _Room:
+        """Of no more tokens than there is room for."""
+        return _Room(*(part[:tokens] for part in vars(self).values()))
 
 
 class FusedSpan:
-    """The claim of a `SpanModel`, run without its modules. Made by `fuse`."""
+    """The claim of a `SpanModel`, run without its modules. Made by `fuse`.
 
-    def __init__(self, model: SpanModel, layers: list[_Layer]) -> None:
-        self._layers, self._first = layers, model.span.start
+    compiled: of the same layers; it takes the steps that it can.
+    """
+
+    def __init__(self, model: SpanModel, layers: list[Layer], compiled: CompiledSpan | None = None) -> None:
+        self._layers, self._first, self.compiled = layers, model.span.start, compiled
+        self._total = model.layers_total
         self.slot, self._device, self._dtype = StepSlot(), model.device, model.dtype
         base = model.shell.base_model
         self._rotary = base.rotary_emb
         self._embed = model.shell.get_input_embeddings()
-        self._norm = base.norm
-        head = model.shell.get_output_embeddings()
-        self._row_room: _RowRoom | None = None
-        self._head = _Matrix(head.weight, head.bias) if isinstance(head, nn.Linear) else None
+        self._norm, self._head = base.norm, model.shell.get_output_embeddings()
 
     @torch.inference_mode()
     def run(self, step: PackedStep, positions: Tensor, wanted: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -234,41 +181,34 @@ class FusedSpan:
         else:
             assert step.hidden is not None
             x = step.hidden.to(self._device, self._dtype, copy=True)  # layers add to it
-        cos, sin = self._table(x, positions)
-        layers = self._layers[step.span.start - self._first : step.span.stop - self._first]
-        if len(x) == 1 and x.device.type == "cpu":
-            x = self._one(layers, step.rows[0], x[0], cos.view(-1), sin.view(-1))[None]
-        else:
-            x = self._packed(layers, step, x, cos, sin)
-        if wanted is None:
-            return x, None
-        assert self._head is not None
-        return x, self._head(self._norm(x[wanted])).float()
+        cos, sin = (table[0] for table in self._rotary(x[None], positions))
+        if self.compiled is not None and self.compiled.takes(step):
+            x = self.compiled.layers(step, step.span.start - self._first, x, cos, sin)
+            if self.slot.noted is not None:
+                self.slot.noted += self.compiled.attended(len(x))
+            return x, None if wanted is None else self.compiled.logits(x[wanted])
+        self._packed(step, x, cos, sin, wanted)
+        return x, None if wanted is None else self._head(self._norm(x[wanted])).float()
 
-    def _packed(self, layers: list[_Layer], step: PackedStep, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        room = _Room(layers[0], len(x), x)
+    def _packed(self, step: PackedStep, x: Tensor, cos: Tensor, sin: Tensor, wanted: Tensor | None) -> None:
+        """In place. Where the step ends the model, the last layer goes on with the `wanted` tokens only."""
+        layers = self._layers[step.span.start - self._first : step.span.stop - self._first]
+        some = None
+        if step.span.stop == self._total and (wanted is None or len(wanted) < len(x)):
+            some = torch.empty(0, dtype=torch.long, device=x.device) if wanted is None else wanted
+        half, room = cos.shape[-1] // 2, _Room.make(layers[0], len(x), x)
+        cos, sin = cos[:, None], torch.cat([-sin[:, None, :half], sin[:, None, half:]], -1)
         try:
             for number, layer in enumerate(layers):
                 if number and step.between is not None:
                     step.between()
                 self.slot.rows = step.rows  # others may have run since
-                x = layer(x, cos, sin, self.slot, room)
+                if layer is not layers[-1] or some is None:
+                    layer(x, cos, sin, self.slot, room)
+                else:
+                    x[some] = layer(x, cos, sin, self.slot, room, some)
         finally:
             self.slot.clear()
-        return x
-
-    def _one(self, layers: list[_Layer], row: Row, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        if self._row_room is None:
-            self._row_room = _RowRoom(layers[0], x)
-        table = _Turn(cos, sin)
-        for layer in layers:
-            x = layer.one(x, table, row, self.slot, self._row_room)
-        return x
-
-    def _table(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        cos, sin = self._rotary(x[None], positions)
-        half = cos.shape[-1] // 2
-        return cos[0, :, None], torch.cat([-sin[0, :, None, :half], sin[0, :, None, half:]], -1)
 
 
 # ---------------------------------------------------------------- whether it can be
@@ -284,12 +224,26 @@ def fuse(model: SpanModel) -> FusedSpan | None:
         if len({layer.sizes for layer in alike}) > 1:  # they share their room
             return None
         made = FusedSpan(model, alike)
+        faster = compiled(alike, _end(model))
     except UNLIKE:
         return None
-    return made if matches(model, made) else None
+    if not matches(model, made):
+        return None
+    if faster is not None:
+        quick = FusedSpan(model, alike, faster)
+        made = quick if matches(model, quick) else made
+    return made
 
 
-def _read(layer: nn.Module, index: int) -> _Layer | None:
+def _end(model: SpanModel) -> tuple[Norm, Matrix] | None:
+    """The norm and the head after the last layer, where the claim has them."""
+    if model.span.stop != model.layers_total:
+        return None
+    head = model.shell.get_output_embeddings()
+    return _norm(model.shell.base_model.norm), Matrix(head.weight, head.bias)
+
+
+def _read(layer: nn.Module, index: int) -> Layer | None:
     """None where a part is missing, or there is one that isn't known here."""
     attention, mlp = layer.self_attn, layer.mlp
     linear = _linears(attention) | _linears(mlp)
@@ -303,7 +257,7 @@ def _read(layer: nn.Module, index: int) -> _Layer | None:
     if qkv is None or gate_up is None:
         return None
     dim: int = attention.head_dim  # type: ignore[assignment]
-    return _Layer(
+    return Layer(
         index=index,
         heads=linear["q_proj"].out_features // dim,
         kv_heads=linear["k_proj"].out_features // dim,
@@ -313,11 +267,11 @@ def _read(layer: nn.Module, index: int) -> _Layer | None:
         qkv=qkv,
         q_norm=_norm(attention.q_norm) if norms else None,
         k_norm=_norm(attention.k_norm) if norms else None,
-        out=_Matrix(linear["o_proj"].weight, linear["o_proj"].bias),
+        out=Matrix(linear["o_proj"].weight, linear["o_proj"].bias),
         between=_norm(layer.post_attention_layernorm),
         gate_up=gate_up,
-        act=F.silu if type(mlp.act_fn) is nn.SiLU else mlp.act_fn,  # no module's call around it
-        down=_Matrix(linear["down_proj"].weight, linear["down_proj"].bias),
+        act=F.silu if isinstance(mlp.act_fn, SILU) else mlp.act_fn,  # no module's call around it
+        down=Matrix(linear["down_proj"].weight, linear["down_proj"].bias),
     )
 
 
@@ -330,22 +284,22 @@ def _linears(module: nn.Module) -> dict[str, nn.Linear]:
     return {name: child for name, child in module.named_children() if type(child) is nn.Linear}
 
 
-def _norm(module: Any) -> _Norm:
+def _norm(module: Any) -> Norm:
     eps = getattr(module, "variance_epsilon", None)
     eps = module.eps if eps is None else eps
     if not eps > 0:
         raise ValueError("a norm of zeros would divide by zero")
-    return _Norm(module.weight, eps)
+    return Norm(module.weight, eps)
 
 
-def _joined(parts: list[nn.Linear]) -> _Matrix | None:
+def _joined(parts: list[nn.Linear]) -> Matrix | None:
     """Matrices that lie one after the other in memory as one, without a copy; None if they don't."""
     weight = join([part.weight for part in parts])
     biases = [part.bias for part in parts if part.bias is not None]
     bias = join(biases) if biases else None
     if weight is None or (biases and (len(biases) != len(parts) or bias is None)):
         return None
-    return _Matrix(weight, bias)
+    return Matrix(weight, bias)
 
 
 def join(tensors: list[Tensor]) -> Tensor | None:

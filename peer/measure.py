@@ -93,7 +93,8 @@ def check_it_runs(model: SpanModel) -> None:
     """Raises BrokenModel if the span can't take a step, or gives no numbers for any of several tokens: a config that
     doesn't fit its weights, weights that are damaged, or numbers too large for the dtype. Better now than to clients.
     """
-    rows = [Row(model.new_cache(1), 0, 1) for _ in range(TRIAL_ROWS)]
+    is_last = model.span.stop == model.layers_total
+    rows = [Row(model.new_cache(1), 0, 1, logits=int(is_last)) for _ in range(TRIAL_ROWS)]
     if model.span.start == 0:
         inputs = {"ids": torch.linspace(0, model.vocab - 1, TRIAL_ROWS).long()}
     else:

@@ -53,7 +53,8 @@ class PackedStep:
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """hidden: [total, width] after the span's last layer, before any final norm.
+    """hidden: [total, width] after the span's last layer, before any final norm. Where that ends the model, of tokens
+    whose logits aren't wanted it may be what the last layer was given: only their keys and values matter there.
     logits: [sum of the rows' `logits`, vocab] float32, None if none was wanted or the span isn't last."""
 
     hidden: Tensor

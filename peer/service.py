@@ -232,6 +232,7 @@ class PeerService:
         self.dtype = pick_dtype(options.dtype, self.device.device, stored)
         self.numerics = numerics_class(self.device.device, self.dtype, tf32=uses_tf32(self.device.device, self.dtype))
         self.threads = options.threads or physical_cores()
+        self._compile()  # takes memory that must not be counted as free
         free = free_memory(self.device.device)
         budget = memory_budget(options.memory, self.device.device, free)
         self.plan = plan_memory(
@@ -253,6 +254,15 @@ class PeerService:
             )
         layer = self.plan.prices(Span(self.source.layers // 2, self.source.layers // 2 + 1))
         self._say(f"memory   {show(free)} free, {show(budget)} to use; {show(layer)} of weights per layer")
+
+    def _compile(self) -> None:
+        import torch
+
+        from peer.compiled import prepare
+
+        if self.device.device == "cpu":
+            self._progress("compiling for this machine (once)", 0, 0)
+            prepare(getattr(torch, self.dtype))
 
     # ------------------------------------------------------------ claim
 

@@ -23,6 +23,7 @@ import transformers.models.mixtral.modeling_mixtral  # noqa: F401
 
 import peer.gguf_source
 from peer.checkpoint import no_progress
+from peer.compiled import prepare
 from peer.directory import open_directory
 from peer.fingerprint import FileHashes
 from peer.gguf_choice import gguf_parts
@@ -50,6 +51,7 @@ def describe(directory: Path) -> ModelSource:
 def figures(case: dict[str, Any]) -> dict[str, int]:
     """Bytes, of this process: held before, at most and at the end; read from files; and what the span is priced at."""
     dtype, span = getattr(torch, case["dtype"]), Span(*case["layers"])
+    prepare(dtype)  # as a peer does before it looks at its memory
     before, read_before = status("VmRSS"), characters_read()
     if case["address_space"]:  # nothing that is mapped may go beyond what the span may take
         limit = status("VmSize") + case["address_space"]

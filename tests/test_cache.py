@@ -177,29 +177,34 @@ def test_layers_of_one_arena_share_nothing() -> None:
     assert all((side == number).all() for number, side in enumerate(sides))
 
 
-@pytest.mark.parametrize("kv", [LayerKV(2, 3, 3), LayerKV(2, 3, 2), LayerKV(2, 3, 3, window=4)])
+@pytest.mark.parametrize("kv", [LayerKV(2, 3, 3), LayerKV(2, 3, 3, window=4), LayerKV(2, 3, 3, window=4, chunked=True)])
 @pytest.mark.parametrize("reserved", [6, 40])
-def test_one_position_is_written_as_many_are(kv: LayerKV, reserved: int) -> None:
-    """By itself, to the end of what was reserved, and after growing."""
-    sizes = KvSizes((kv,), item_bytes=4, context=60, reach=Reach(rewind=2, chunk=4))
-    pool, plain = KvPool(sizes, Span(0, 1), 10**6, dtype=torch.float32), []
-    caches = [pool.reserve("a", reserved), SessionCache(Span(0, 1), (kv,), 6, dtype=torch.float32, reach=sizes.reach)]
-    for position in range(40):
+def test_places_say_where_each_position_is_and_what_it_sees(kv: LayerKV, reserved: int) -> None:
+    """To the end of what was reserved, after growing, where windows move, and of several tokens at once."""
+    sizes = KvSizes((LayerKV(1, 2, 2), kv), item_bytes=4, context=60, reach=Reach(rewind=2, chunk=4))
+    pool = KvPool(sizes, Span(0, 2), 10**6, dtype=torch.float32)
+    caches = [
+        pool.reserve("a", reserved),
+        SessionCache(Span(0, 2), sizes.layers, 6, dtype=torch.float32, reach=sizes.reach),
+    ]
+    position = 0
+    for tokens in (1, 3, 1, 1, 2, 3, 3, 1, 4, 4, 1, 1, 1, 2):
         if position == 6:
             pool.extend("a", 40)
             caches[1].grow_to(40)
-        numbers = torch.randn(2 * 3 + 2 * kv.value_dim)
-        key, value = numbers[:6].view(1, 2, 1, 3), numbers[6:].view(1, 2, 1, -1)
-        plain.append((key, value))
-        seen = [torch.cat(side[kv.first_seen(position) :], 2) for side in zip(*plain, strict=True)]
         for cache in caches:
-            cache.begin(position, 1)
-            if kv.key_dim == kv.value_dim:
-                made = cache.layers[0].write_one(position, numbers.view(4, 3))
-            else:
-                made = cache.layers[0].write(position, key, value)
-            cache.finish(position + 1)
-            assert all(torch.equal(ours, right) for ours, right in zip(made, seen, strict=True))
+            cache.begin(position, tokens)
+            layer, places = cache.layers[1], cache.places(Span(1, 2), position, tokens)
+            assert places.shape == (1, tokens, 5)
+            for p, (keys, values, room, first, at) in zip(range(position, position + tokens), places[0], strict=True):
+                assert (keys, values) == (layer.keys.data_ptr(), layer.values.data_ptr())
+                assert layer.keys.shape == layer.values.shape == (1, 2, room, 3)
+                layer.keys[0, :, at], layer.values[0, :, at] = p, -p
+                sees = [q for q in range(p + 1) if kv.first_seen(p) <= q]
+                assert layer.keys[0, 1, first : at + 1, 2].tolist() == sees
+                assert (-layer.values[0, 0, first : at + 1, 0]).tolist() == sees
+            cache.finish(position + tokens)
+        position += tokens
 
 
 def test_a_rewound_session_writes_over_what_was_there() -> None:

@@ -338,7 +338,7 @@ async def test_sessions_decode_beside_a_prompt_in_pieces(model: SpanModel, uncut
     class Noting(Faulty):
         def forward(self, step: PackedStep) -> StepOutput:
             sizes.append([(row.tokens, row.cache.reserved) for row in step.rows])
-            if sizes[-1] == [(1, 45)] * 3:
+            if sum(turn.count((1, 45)) for turn in sizes) >= 12:  # each has begun, and none is near its end
                 loop.call_soon_threadsafe(decode.set)
             return SpanModel.forward(self, step)
 

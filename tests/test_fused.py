@@ -7,8 +7,9 @@ import torch
 from transformers import CONFIG_MAPPING, PreTrainedModel
 
 from peer.attention import Row, StepSlot, _attend_plain
-from peer.fused import TOLERANCE, _Norm, join
-from peer.kv import LayerKV
+from peer.compiled import MOST_TOKENS
+from peer.fused import TOLERANCE, Norm, join
+from peer.kv import LayerKV, Reach
 from peer.model import PackedStep, SpanModel
 from routing.spans import Span
 from tests.tiny import COMMON, loaded, random_model, tiny_config, tiny_model
@@ -43,9 +44,14 @@ def test_what_has_the_shape_and_the_numbers_runs_without_modules(family: str, ta
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral-window"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("sessions", [1, 3])
-def test_sessions_get_what_the_modules_give(family: str, dtype: torch.dtype, sessions: int) -> None:
-    """One session's single tokens go their own way."""
+@pytest.mark.parametrize("most", [0, 24])
+def test_sessions_get_what_the_modules_give(
+    family: str, dtype: torch.dtype, sessions: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """most: tokens of a step that runs compiled."""
+    monkeypatch.setitem(MOST_TOKENS, dtype, most)
     model = whole(tiny_model(family), dtype)
+    assert model.fused is not None and (model.fused.compiled is None) == (dtype == torch.float16)
     outputs = []
     for fused in (None, model.fused):
         caches = [model.new_cache(40) for _ in range(sessions)]
@@ -56,7 +62,8 @@ def test_sessions_get_what_the_modules_give(family: str, dtype: torch.dtype, ses
             made.append(model.run(PackedStep(model.span, rows, ids=ids), fused))
         outputs.append(made)
     for right, ours in zip(*outputs, strict=True):
-        for one, other in ((right.hidden, ours.hidden), (right.logits, ours.logits)):
+        last = torch.arange(1, sessions + 1) * (len(right.hidden) // sessions) - 1  # of each row, which has logits
+        for one, other in ((right.hidden[last], ours.hidden[last]), (right.logits, ours.logits)):
             # the tolerance of one layer, for the sum of all: roundings add up at most so
             limit = len(model.span) * TOLERANCE[dtype] * one.float().abs().max()
             assert (one.float() - other.float()).abs().max() <= limit
@@ -72,15 +79,8 @@ def test_layers_that_differ_only_far_from_the_beginning_keep_their_modules(dtype
     assert whole(random_model(config), dtype).fused is not None
 
 
-@pytest.mark.parametrize("way", ["into", "row"])
-def test_one_wrong_number_keeps_all_on_the_modules(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
-    """Be it in a packed step or in one token's own way."""
-
-    def wrong(norm: _Norm, x: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
-        made = 1.001 * rms_norm(norm, x)
-        return place.copy_(made) if way == "into" else made
-
-    monkeypatch.setattr(f"peer.fused._Norm.{way}", wrong)
+def test_one_wrong_number_keeps_all_on_the_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("peer.fused.Norm.into", lambda norm, x, out: out.copy_(1.001 * rms_norm(norm, x)))
     assert whole(tiny_model("llama")).fused is None
 
 
@@ -95,6 +95,8 @@ def test_scores_are_scaled_as_the_model_says(multiplier: float) -> None:
 @pytest.mark.parametrize("family", ["llama", "mistral-window", "qwen3"])
 def test_queries_that_are_taken_a_few_at_a_time_see_the_same(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, made = whole(tiny_model(family)), []
+    assert model.fused is not None
+    model.fused.compiled = None
     for queries in (256, 3):
         monkeypatch.setattr("peer.attention.QUERIES", queries)
         cache = model.new_cache(40)
@@ -104,6 +106,39 @@ def test_queries_that_are_taken_a_few_at_a_time_see_the_same(family: str, monkey
             made.append(output.logits)
     for one, other in zip(made[:3], made[3:], strict=True):
         assert one is not None and other is not None and torch.allclose(one, other, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral-window"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_last_layer_goes_on_only_with_tokens_whose_logits_are_wanted(family: str, dtype: torch.dtype) -> None:
+    """None, some or all of each row's, in pieces of a window's chunk too; keys and values of the others are there."""
+    model = whole(tiny_model(family), dtype)
+    assert model.fused is not None
+    model.fused.compiled = None
+    ours, theirs = ([model.new_cache(70, reach=Reach(rewind=2, chunk=8)) for _ in range(3)] for _ in range(2))
+    lengths, generator = [0, 0, 0], torch.Generator().manual_seed(6)
+    for turn in (
+        [(9, 0), (5, 5), (1, 1)],
+        [(20, 1), (3, 0), (17, 9)],
+        [(1, 1), (30, 2), (8, 0)],
+        [(2, 0), (1, 0), (6, 0)],
+        [(1, 1)] * 3,
+    ):
+        ids = torch.randint(model.vocab, (sum(tokens for tokens, _ in turn),), generator=generator)
+        made = []
+        for caches, way in ((ours, model.fused), (theirs, None)):
+            rows = [Row(cache, length, *n) for cache, length, n in zip(caches, lengths, turn, strict=True)]
+            for row in rows:
+                row.cache.begin(row.position, row.tokens)
+            made.append(model.run(PackedStep(model.span, rows, ids=ids), way).logits)
+            for row in rows:
+                row.cache.finish(row.position + row.tokens)
+        lengths = [length + tokens for length, (tokens, _) in zip(lengths, turn, strict=True)]
+        if made[1] is None:
+            assert made[0] is None
+            continue
+        limit = len(model.span) * TOLERANCE[dtype] * made[1].abs().max()
+        assert made[0] is not None and (made[0] - made[1]).abs().max() <= limit
 
 
 @pytest.mark.parametrize("window", [None, 5])
@@ -139,7 +174,7 @@ def test_a_norm_that_may_divide_by_zero_stays_with_the_modules() -> None:
     assert whole(random_model(config)).fused is None
 
 
-def rms_norm(norm: _Norm, x: torch.Tensor) -> torch.Tensor:
+def rms_norm(norm: Norm, x: torch.Tensor) -> torch.Tensor:
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + norm.eps) * norm.weight
 
 

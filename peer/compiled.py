@@ -1,0 +1,203 @@
+"""A step of few tokens on a CPU in one call of compiled loops: what of the model and its sessions they are given.
+
+`kernels.py` knows addresses; here they are taken from tensors that are kept alive, and it is decided which steps run
+there: those of so few tokens that reading the weights is what takes time. Longer ones are products of matrices, which
+torch does best. Where there is no numba, or it can't compile, everything runs on torch's operations (`prepare`).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+from filelock import FileLock
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from peer.fused import Layer, Matrix, Norm
+    from peer.model import PackedStep
+
+log = logging.getLogger(__name__)
+
+# Most tokens of a step. Beside torch's operations, SmolLM2 on two cores with AMX took with 1, 16, 32 and 64 tokens in
+# float32 0.7, 0.7, 0.7 and 0.8 of the time, in bfloat16 0.7, 0.8, 1.0 and 1.0.
+MOST_TOKENS = {torch.float32: 64, torch.bfloat16: 24}
+FloatArray = npt.NDArray[np.float32]
+STORED = {torch.float32: np.float32, torch.bfloat16: np.uint16}
+# One pass at a time in a process: not each of numba's ways to run threads may be entered by two of ours.
+_ENTERED = threading.Lock()
+
+
+@cache
+def prepare(dtype: torch.dtype) -> ModuleType | None:
+    """The kernels, compiled for the dtype (a quarter of a minute once on a machine, then numba remembers). None, with a
+    line in the log, where that can't be."""
+    if dtype not in STORED:
+        return None
+    try:
+        _widen()
+        from peer import kernels
+
+        kept = Path(kernels.run_layers.stats.cache_path)
+        with FileLock(kept / "kernels.lock"), _ENTERED:  # of peers that start together one compiles
+            _warm(kernels, STORED[dtype])
+    except Exception as error:  # whatever it is, there is another way
+        reason = (str(error).splitlines() or ["no reason given"])[0]
+        log.warning("decoding runs on torch's own operations: loops can't be compiled here (%s)", reason)
+        return None
+    return kernels
+
+
+def _widen() -> None:
+    """Vectors of 512 bits where they cost no clock. LLVM avoids them on all of Intel's processors; on those since
+    AVX512-FP16 sixteen sessions took three quarters of the time with them. Counts for what is compiled after it."""
+    import llvmlite.binding as llvm
+    from numba import config
+
+    features = llvm.get_host_cpu_features()
+    if features.get("avx512fp16") and not (config.CPU_NAME or config.CPU_FEATURES):
+        config.CPU_NAME = llvm.get_host_cpu_name()
+        config.CPU_FEATURES = features.flatten() + ",-prefer-256-bit"
+
+
+def _warm(kernels: ModuleType, stored: Any) -> None:
+    """One token through one layer of nothing: whatever takes these types is compiled, or read from numba's cache."""
+    dim = 4
+    weights = np.zeros(1024, np.uint8)
+    layers = np.zeros((1, kernels.LAYER_COLUMNS), np.int64)
+    layers[:, list(kernels.WEIGHTS)] = weights.ctypes.data
+    places = np.array([[[weights.ctypes.data, weights.ctypes.data, 1, 0, 0]]])
+    room = _Room(1, dim, heads=1, kv_heads=1, dim=dim, inner=dim)
+    x, turn, numbers = np.zeros((1, dim), np.float32), np.zeros((1, dim), np.float32), np.ones((1, 5), np.float32)
+    kernels.run_layers(stored, 1, layers, numbers, places, x, turn, turn, 1, 1, *room.of(1))
+    kernels.run_head(stored, 1, weights.ctypes.data, np.float32(1), weights.ctypes.data, 0, x, turn)
+
+
+class _Room:
+    """Where a pass puts what lies between its products, for up to `tokens` tokens."""
+
+    def __init__(self, tokens: int, width: int, *, heads: int, kv_heads: int, dim: int, inner: int) -> None:
+        shapes = [(width,), (heads + 2 * kv_heads, dim), (heads, dim), (2 * inner,), (inner,)]
+        self.tokens, self._arrays = tokens, [np.empty((tokens, *shape), np.float32) for shape in shapes]
+
+    def of(self, tokens: int) -> list[FloatArray]:
+        return [array[:tokens] for array in self._arrays]
+
+
+class CompiledSpan:
+    """Layers, and a model's end, as `kernels.py` takes them. Their tensors are kept alive here. Made by `compiled`.
+
+    end: the norm and the head after the last layer, where the span has them.
+    """
+
+    def __init__(self, kernels: ModuleType, layers: list[Layer], end: tuple[Norm, Matrix] | None) -> None:
+        self._kernels, self._kept = kernels, list[Tensor]()
+        first = layers[0]
+        dtype = first.qkv.weight.dtype
+        self._dtype, self._stored, self._most = dtype, STORED[dtype], MOST_TOKENS[dtype]
+        self._heads, self._kv_heads, self._dim = first.heads, first.kv_heads, first.dim
+        self._layers = np.array([self._addresses(layer) for layer in layers], np.int64)
+        self._numbers = np.array([_numbers(layer) for layer in layers], np.float32)
+        self._end = None if end is None else (self._float(end[0].weight), np.float32(end[0].eps), *self._matrix(end[1]))
+        self._vocab = 0 if end is None else len(end[1].weight)
+        width, inner = first.qkv.weight.shape[1], first.down.weight.shape[1]
+        self._sizes = {"heads": first.heads, "kv_heads": first.kv_heads, "dim": first.dim, "inner": inner}
+        self._room = _Room(1, width, **self._sizes)
+
+    def _addresses(self, layer: Layer) -> list[int]:
+        """In the order of the kernels' columns."""
+        q_norm, k_norm = (0 if norm is None else self._float(norm.weight) for norm in (layer.q_norm, layer.k_norm))
+        before, between = self._float(layer.before.weight), self._float(layer.between.weight)
+        attention = [before, *self._matrix(layer.qkv), q_norm, k_norm, *self._matrix(layer.out)]
+        return [*attention, between, *self._matrix(layer.gate_up), *self._matrix(layer.down)]
+
+    def _matrix(self, matrix: Matrix) -> tuple[int, int]:
+        self._kept.append(matrix.weight)
+        return matrix.weight.data_ptr(), 0 if matrix.bias is None else self._float(matrix.bias)
+
+    def _float(self, vector: Tensor) -> int:
+        self._kept.append(vector.detach().to(torch.float32).contiguous())
+        return self._kept[-1].data_ptr()
+
+    def takes(self, step: PackedStep) -> bool:
+        """Not what a window would have to be moved for in the middle (`LayerStore.pieces`)."""
+        fits = all(row.cache.chunk is None or row.tokens <= row.cache.chunk for row in step.rows)
+        return fits and sum(row.tokens for row in step.rows) <= self._most
+
+    def layers(self, step: PackedStep, start: int, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """What comes out of the step's layers, the first of which is number `start` of this span's. KV is written.
+
+        x: [n, width]. cos, sin: [n, dim] of the rotary table.
+        """
+        n, count = len(x), len(step.span)
+        made = x.to(torch.float32, copy=True)
+        turns = [table.to(torch.float32).contiguous().numpy() for table in (cos, sin)]
+        places = np.concatenate([row.cache.places(step.span, row.position, row.tokens) for row in step.rows], axis=1)
+        if n > self._room.tokens:
+            self._room = _Room(n, x.shape[1], **self._sizes)
+        at_once = count if step.between is None else 1
+        for first in range(0, count, at_once):
+            if first and step.between is not None:
+                step.between()
+            here = slice(start + first, start + first + at_once)
+            with _ENTERED:
+                self._kernels.run_layers(
+                    self._stored, _threads(), self._layers[here], self._numbers[here], places[first : first + at_once],
+                    made.numpy(), *turns, self._heads, self._kv_heads, *self._room.of(n),
+                )  # fmt: skip
+        return made.to(self._dtype)
+
+    def attended(self, n: int) -> list[Tensor]:
+        """The queries, keys and values of the last layer of the last step, which had n tokens: [1, heads, n, dim]."""
+        states = torch.from_numpy(self._room.of(n)[1].copy()).transpose(0, 1)[None]
+        keys = self._heads + self._kv_heads
+        return [states[:, : self._heads], states[:, self._heads : keys], states[:, keys:]]
+
+    def logits(self, x: Tensor) -> Tensor:
+        """x: [m, width] after the last layer -> [m, vocab] float32."""
+        assert self._end is not None
+        made = torch.empty(len(x), self._vocab)
+        with _ENTERED:
+            self._kernels.run_head(self._stored, _threads(), *self._end, x.float().contiguous().numpy(), made.numpy())
+        return made
+
+
+def _numbers(layer: Layer) -> list[float]:
+    norms = (layer.before, layer.q_norm, layer.k_norm, layer.between)
+    return [*(0.0 if norm is None else norm.eps for norm in norms), layer.scaling]
+
+
+def _threads() -> int:
+    """As many as torch has in this thread."""
+    from numba import config, set_num_threads
+
+    threads = min(torch.get_num_threads(), config.NUMBA_NUM_THREADS)
+    set_num_threads(threads)
+    return threads
+
+
+def compiled(layers: list[Layer], end: tuple[Norm, Matrix] | None) -> CompiledSpan | None:
+    """None where this machine or this model's shape isn't one for it."""
+    first = layers[0].qkv.weight
+    matrices = [matrix for layer in layers for matrix in (layer.qkv, layer.out, layer.gate_up, layer.down)]
+    matrices += [] if end is None else [end[1]]
+    if first.device.type != "cpu" or not all(map(_can_be_read, matrices)) or layers[0].dim % 2:
+        return None
+    if any(layer.act is not F.silu for layer in layers):
+        return None
+    kernels = prepare(first.dtype)
+    return None if kernels is None else CompiledSpan(kernels, layers, end)
+
+
+def _can_be_read(matrix: Matrix) -> bool:
+    """By fours of bytes, in one run: two of bfloat16 at once."""
+    weight = matrix.weight
+    return weight.is_contiguous() and weight.data_ptr() % 4 == 0 and weight.shape[1] % 2 == 0

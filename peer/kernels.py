@@ -1,0 +1,412 @@
+"""A few tokens through layers shaped like Llama's, as loops that numba compiles for the machine they run on.
+
+Decoding on a CPU reads every weight for each turn, so the memory's pace is the limit; torch stays below it where
+matrices are thin, for what lies between two products starts cold and takes as long as they do. Here a pass is one call:
+weights stream by once for all tokens, a gate is applied where its rows were made, and Python isn't asked between.
+
+Only addresses and numbers come in (`compiled.py` makes them from the model's own tensors, without copies). What is
+bfloat16 lies in memory as such and is widened as it is read; all that is computed between is float32. What differs by
+dtype is chosen by numba as it compiles (`overload`): numpy's float32, or uint16 for bfloat16, which numpy doesn't have.
+
+Tables of addresses hold 0 for what a model doesn't have. No bounds are checked here: whoever calls vouches for them.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from llvmlite import ir
+from numba import carray, njit, prange, types
+from numba.extending import intrinsic, overload
+
+# Sums may be reordered, or they would not be vectorised; that there are NaN and Inf is still respected.
+LOOPS = {"fastmath": {"reassoc", "contract", "nsz", "arcp"}, "error_model": "numpy"}
+TILE = 4  # rows of a matrix that share what is read of the tokens
+LEAST_EXPONENT, MOST_EXPONENT = np.float32(-87.3), np.float32(88.3)  # of exp in float32
+ZERO, ONE = np.float32(0), np.float32(1)
+LOG2_E = np.float32(1.44269504)
+LN2_HIGH, LN2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)
+HALF_BITS, HIGH_HALF = np.uint32(16), np.uint32(0xFFFF0000)
+
+
+@intrinsic
+def _pointer(context, address):
+    def make(context, builder, signature, arguments):
+        return builder.inttoptr(arguments[0], ir.IntType(8).as_pointer())
+
+    return types.voidptr(address), make
+
+
+# ---------------------------------------------------------------- numbers
+
+
+@njit
+def _low(pair):
+    """The first of two bfloat16 in 32 bits of a little-endian machine, as float32."""
+    return np.uint32(pair << HALF_BITS).view(np.float32)
+
+
+@njit
+def _high(pair):
+    return np.uint32(pair & HIGH_HALF).view(np.float32)
+
+
+@njit
+def _rounded(value):
+    """To the nearest bfloat16, ties to even."""
+    bits = np.float32(value).view(np.uint32)
+    odd = np.uint32(np.uint32(bits >> HALF_BITS) & np.uint32(1))
+    up = np.uint32(np.uint32(bits + np.uint32(0x7FFF)) + odd)
+    return np.uint16(up >> HALF_BITS) if value == value else np.uint16(0x7FC0)
+
+
+def _wide(stored):
+    """A number of the model's dtype as float32."""
+
+
+def _narrow(value, stored):
+    """The reverse, to the dtype of `stored`."""
+
+
+def _is_bfloat16(dtype):
+    return dtype == types.uint16
+
+
+@overload(_wide)
+def _(stored):
+    return (lambda stored: _low(np.uint32(stored))) if _is_bfloat16(stored) else (lambda stored: stored)
+
+
+@overload(_narrow)
+def _(value, stored):
+    if _is_bfloat16(stored):
+        return lambda value, stored: _rounded(value)
+    return lambda value, stored: value
+
+
+@njit(**LOOPS)
+def _exp(x):
+    """Cephes' expf (error under 2e-7 of the value), which LLVM can vectorise."""
+    x = LEAST_EXPONENT if x < LEAST_EXPONENT else x  # so written, NaN stays NaN
+    x = MOST_EXPONENT if x > MOST_EXPONENT else x
+    n = np.float32(math.floor(x * LOG2_E + np.float32(0.5)))
+    r = x - n * LN2_HIGH - n * LN2_LOW
+    p = np.float32(1.9875691500e-4)
+    p = p * r + np.float32(1.3981999507e-3)
+    p = p * r + np.float32(8.3334519073e-3)
+    p = p * r + np.float32(4.1665795894e-2)
+    p = p * r + np.float32(1.6666665459e-1)
+    p = p * r + np.float32(5.0000001201e-1)
+    power = np.uint32(np.int32(np.int32(n) + np.int32(127)) << np.int32(23)).view(np.float32)
+    return (p * r * r + r + ONE) * power
+
+
+@njit
+def _floats(address, count):
+    return carray(_pointer(address), (count,), np.float32)
+
+
+@njit
+def _stored(dtype, address, rows, width):
+    """[rows, width] of the model's dtype at an address."""
+    return carray(_pointer(address), (rows, width), dtype)
+
+
+# ---------------------------------------------------------------- products
+
+
+@njit(**LOOPS)
+def _rows_float32(address, n, x, y, start, stop, add):
+    """Of the matrix [n, k] at `address` its rows [start, stop): y[:, those] = or += the product with x: [m, k]."""
+    m, k = x.shape
+    w = carray(_pointer(address), (n, k), np.float32)
+    tiled, paired = start + (stop - start) // TILE * TILE, m - m % 2
+    for r in range(start, tiled, TILE):
+        for j in range(0, paired, 2):
+            a0, a1, a2, a3, b0, b1, b2, b3 = ZERO, ZERO, ZERO, ZERO, ZERO, ZERO, ZERO, ZERO
+            for i in range(k):
+                p, q = x[j, i], x[j + 1, i]
+                a0 += w[r, i] * p
+                a1 += w[r + 1, i] * p
+                a2 += w[r + 2, i] * p
+                a3 += w[r + 3, i] * p
+                b0 += w[r, i] * q
+                b1 += w[r + 1, i] * q
+                b2 += w[r + 2, i] * q
+                b3 += w[r + 3, i] * q
+            _put(y, j, r, a0, a1, a2, a3, add)
+            _put(y, j + 1, r, b0, b1, b2, b3, add)
+        for j in range(paired, m):
+            a0, a1, a2, a3 = ZERO, ZERO, ZERO, ZERO
+            for i in range(k):
+                p = x[j, i]
+                a0 += w[r, i] * p
+                a1 += w[r + 1, i] * p
+                a2 += w[r + 2, i] * p
+                a3 += w[r + 3, i] * p
+            _put(y, j, r, a0, a1, a2, a3, add)
+    for r in range(tiled, stop):
+        for j in range(m):
+            a0 = ZERO
+            for i in range(k):
+                a0 += w[r, i] * x[j, i]
+            y[j, r] = y[j, r] + a0 if add else a0
+
+
+@njit(**LOOPS)
+def _rows_bfloat16(address, n, x, y, start, stop, add):
+    """As `_rows_float32`. x: of each row first those at even places, then those at odd ones, as `_split` gives them: so
+    two weights are read as one number, and no lane is moved."""
+    m, k = x.shape[0], x.shape[1] // 2
+    w = carray(_pointer(address), (n, k), np.uint32)
+    tiled, paired = start + (stop - start) // TILE * TILE, m - m % 2
+    for r in range(start, tiled, TILE):
+        for j in range(0, paired, 2):
+            a0, a1, a2, a3, b0, b1, b2, b3 = ZERO, ZERO, ZERO, ZERO, ZERO, ZERO, ZERO, ZERO
+            for i in range(k):
+                p, q = x[j, i], x[j, k + i]
+                s, t = x[j + 1, i], x[j + 1, k + i]
+                a0 += _low(w[r, i]) * p + _high(w[r, i]) * q
+                a1 += _low(w[r + 1, i]) * p + _high(w[r + 1, i]) * q
+                a2 += _low(w[r + 2, i]) * p + _high(w[r + 2, i]) * q
+                a3 += _low(w[r + 3, i]) * p + _high(w[r + 3, i]) * q
+                b0 += _low(w[r, i]) * s + _high(w[r, i]) * t
+                b1 += _low(w[r + 1, i]) * s + _high(w[r + 1, i]) * t
+                b2 += _low(w[r + 2, i]) * s + _high(w[r + 2, i]) * t
+                b3 += _low(w[r + 3, i]) * s + _high(w[r + 3, i]) * t
+            _put(y, j, r, a0, a1, a2, a3, add)
+            _put(y, j + 1, r, b0, b1, b2, b3, add)
+        for j in range(paired, m):
+            a0, a1, a2, a3 = ZERO, ZERO, ZERO, ZERO
+            for i in range(k):
+                p, q = x[j, i], x[j, k + i]
+                a0 += _low(w[r, i]) * p + _high(w[r, i]) * q
+                a1 += _low(w[r + 1, i]) * p + _high(w[r + 1, i]) * q
+                a2 += _low(w[r + 2, i]) * p + _high(w[r + 2, i]) * q
+                a3 += _low(w[r + 3, i]) * p + _high(w[r + 3, i]) * q
+            _put(y, j, r, a0, a1, a2, a3, add)
+    for r in range(tiled, stop):
+        for j in range(m):
+            a0 = ZERO
+            for i in range(k):
+                a0 += _low(w[r, i]) * x[j, i] + _high(w[r, i]) * x[j, k + i]
+            y[j, r] = y[j, r] + a0 if add else a0
+
+
+@njit
+def _put(y, j, r, a0, a1, a2, a3, add):
+    if add:
+        a0, a1, a2, a3 = a0 + y[j, r], a1 + y[j, r + 1], a2 + y[j, r + 2], a3 + y[j, r + 3]
+    y[j, r], y[j, r + 1], y[j, r + 2], y[j, r + 3] = a0, a1, a2, a3
+
+
+def _rows(dtype, address, n, x, y, start, stop, add):
+    """Those of the dtype."""
+
+
+@overload(_rows, jit_options=LOOPS)
+def _(dtype, address, n, x, y, start, stop, add):
+    def bfloat16(dtype, address, n, x, y, start, stop, add):
+        _rows_bfloat16(address, n, x, y, start, stop, add)
+
+    def float32(dtype, address, n, x, y, start, stop, add):
+        _rows_float32(address, n, x, y, start, stop, add)
+
+    return bfloat16 if _is_bfloat16(dtype.dtype) else float32
+
+
+def _as_read(dtype, x):
+    """x as the products of the dtype read it."""
+
+
+@overload(_as_read)
+def _(dtype, x):
+    return (lambda dtype, x: _split(x)) if _is_bfloat16(dtype.dtype) else (lambda dtype, x: x)
+
+
+@njit
+def _split(x):
+    m, k = x.shape[0], x.shape[1] // 2
+    made = np.empty_like(x)
+    for j in range(m):
+        for i in range(k):
+            made[j, i], made[j, k + i] = x[j, 2 * i], x[j, 2 * i + 1]
+    return made
+
+
+@njit(parallel=True, **LOOPS)
+def _product(dtype, threads, weight, bias, x, y, add):
+    """y: [m, n] = or += x: [m, k] times the transpose of `weight`: [n, k], plus `bias`: [n]."""
+    n, read = y.shape[1], _as_read(dtype, x)
+    for t in prange(threads):
+        start, stop = _share(n, t, threads)
+        _rows(dtype, weight, n, read, y, start, stop, add)
+        _add_bias(bias, y, start, stop)
+
+
+@njit(parallel=True, **LOOPS)
+def _gated(dtype, threads, weight, bias, x, gate_up, y):
+    """y: [m, n] = silu(gate) * up, which are the halves of the product with `weight`: [2n, k], made in `gate_up`."""
+    n, read = y.shape[1], _as_read(dtype, x)
+    for t in prange(threads):
+        start, stop = _share(n, t, threads)
+        for part in range(2):
+            a, b = part * n + start, part * n + stop
+            _rows(dtype, weight, 2 * n, read, gate_up, a, b, False)
+            _add_bias(bias, gate_up, a, b)
+        for j in range(y.shape[0]):
+            for r in range(start, stop):
+                gate = gate_up[j, r]
+                y[j, r] = gate / (ONE + _exp(-gate)) * gate_up[j, n + r]
+
+
+@njit
+def _share(n, t, threads):
+    """Of n rows those of one thread, in whole tiles."""
+    tiles = (n + TILE - 1) // TILE
+    return min(n, tiles * t // threads * TILE), min(n, tiles * (t + 1) // threads * TILE)
+
+
+@njit(**LOOPS)
+def _add_bias(address, y, start, stop):
+    if address:
+        bias = _floats(address, y.shape[1])
+        for j in range(y.shape[0]):
+            for r in range(start, stop):
+                y[j, r] += bias[r]
+
+
+# ---------------------------------------------------------------- between the products
+
+
+@njit(**LOOPS)
+def _norm(x, weight, eps, out):
+    """RMSNorm (arXiv:1910.07467) of each row."""
+    k = x.shape[1]
+    w = _floats(weight, k)
+    for j in range(x.shape[0]):
+        squares = ZERO
+        for i in range(k):
+            squares += x[j, i] * x[j, i]
+        scale = np.float32(ONE / math.sqrt(squares / np.float32(k) + eps))
+        for i in range(k):
+            out[j, i] = x[j, i] * scale * w[i]
+
+
+@njit(**LOOPS)
+def _norm_heads(states, weight, eps):
+    """states: [m, heads, dim], each head by itself, in place."""
+    for j in range(states.shape[0]):
+        _norm(states[j], weight, eps, states[j])
+
+
+@njit(**LOOPS)
+def _turn(states, cos, sin):
+    """Rotary positions (arXiv:2104.09864) of [m, heads, dim], in place: the second half of each head stands for the
+    imaginary part. cos, sin: [m, dim]."""
+    m, heads, dim = states.shape
+    half_dim = dim // 2
+    for j in range(m):
+        for head in range(heads):
+            for i in range(half_dim):
+                real, imaginary = states[j, head, i], states[j, head, half_dim + i]
+                states[j, head, i] = real * cos[j, i] - imaginary * sin[j, i]
+                states[j, head, half_dim + i] = imaginary * cos[j, half_dim + i] + real * sin[j, half_dim + i]
+
+
+@njit(**LOOPS)
+def _keep(dtype, states, side, places):
+    """Write keys or values, [m, kv_heads, dim], where `places` says. side: 0 of keys, 1 of values."""
+    m, heads, dim = states.shape
+    for j in range(m):
+        room, at = places[j, 2], places[j, 4]
+        to = _stored(dtype, places[j, side], heads * room, dim)
+        for head in range(heads):
+            for i in range(dim):
+                to[head * room + at, i] = _narrow(states[j, head, i], to[0, 0])
+
+
+@njit(parallel=True, **LOOPS)
+def _attention(dtype, threads, states, heads, kv_heads, places, scaling, out):
+    """out: [m, heads, dim]. Each token sees the keys from its first place to its own."""
+    m, dim, group = states.shape[0], states.shape[2], heads // kv_heads
+    longest = (places[:, 4] - places[:, 3]).max() + 1
+    for t in prange(threads):
+        scores = np.empty(longest, np.float32)
+        for unit in range(m * heads * t // threads, m * heads * (t + 1) // threads):
+            j, head = unit // heads, unit % heads
+            room, first, count = places[j, 2], places[j, 3], places[j, 4] - places[j, 3] + 1
+            begin = head // group * room + first
+            keys = _stored(dtype, places[j, 0], kv_heads * room, dim)[begin : begin + count]
+            values = _stored(dtype, places[j, 1], kv_heads * room, dim)[begin : begin + count]
+            _attend(states[j, head], keys, values, scaling, scores, out[j, head])
+
+
+@njit(**LOOPS)
+def _attend(query, keys, values, scaling, scores, out):
+    count, dim = keys.shape
+    top = np.float32(-np.inf)
+    for t in range(count):
+        score = ZERO
+        for i in range(dim):
+            score += query[i] * _wide(keys[t, i])
+        scores[t] = score * scaling
+        top = max(top, scores[t])
+    total = ZERO
+    for t in range(count):
+        scores[t] = _exp(scores[t] - top)
+        total += scores[t]
+    out[:] = ZERO
+    for t in range(count):
+        part = scores[t] / total
+        for i in range(dim):
+            out[i] += part * _wide(values[t, i])
+
+
+# ---------------------------------------------------------------- passes
+
+# columns of a layer's table of addresses (norms and biases are float32), and of its numbers
+LAYER_COLUMNS = 12
+BEFORE, QKV, QKV_BIAS, Q_NORM, K_NORM, OUT = range(6)
+OUT_BIAS, BETWEEN, GATE_UP, GATE_UP_BIAS, DOWN, DOWN_BIAS = range(6, LAYER_COLUMNS)
+WEIGHTS = BEFORE, QKV, OUT, BETWEEN, GATE_UP, DOWN  # that every layer has
+BEFORE_EPS, Q_EPS, K_EPS, BETWEEN_EPS, SCALING = range(5)
+
+
+@njit(nogil=True, cache=True, **LOOPS)
+def run_layers(
+    dtype, threads, layers, numbers, places, x, cos, sin, heads, kv_heads, normed, states, seen, gate_up, inner
+):
+    """x: float32 [m, width], changed in place to what comes out of the last layer.
+
+    layers: int64 [layers, 12] and numbers: float32 [layers, 5], by the columns above. places: int64 [layers, m, 5]: the
+    addresses of the keys and of the values of the token's session, how many positions each head has room for, and of
+    those the first that the token sees and its own. cos, sin: float32 [m, dim]. normed, states, seen, gate_up, inner:
+    room of [m, width], [m, heads + 2 kv_heads, dim], [m, heads, dim], [m, 2 inner] and [m, inner].
+    """
+    m = x.shape[0]
+    flat, flat_seen, turned = states.reshape((m, -1)), seen.reshape((m, -1)), heads + kv_heads
+    for index in range(layers.shape[0]):
+        layer, number, here = layers[index], numbers[index], places[index]
+        _norm(x, layer[BEFORE], number[BEFORE_EPS], normed)
+        _product(dtype, threads, layer[QKV], layer[QKV_BIAS], normed, flat, False)
+        if layer[Q_NORM]:
+            _norm_heads(states[:, :heads], layer[Q_NORM], number[Q_EPS])
+            _norm_heads(states[:, heads:turned], layer[K_NORM], number[K_EPS])
+        _turn(states[:, :turned], cos, sin)
+        _keep(dtype, states[:, heads:turned], 0, here)
+        _keep(dtype, states[:, turned:], 1, here)
+        _attention(dtype, threads, states, heads, kv_heads, here, number[SCALING], seen)
+        _product(dtype, threads, layer[OUT], layer[OUT_BIAS], flat_seen, x, True)
+        _norm(x, layer[BETWEEN], number[BETWEEN_EPS], normed)
+        _gated(dtype, threads, layer[GATE_UP], layer[GATE_UP_BIAS], normed, gate_up, inner)
+        _product(dtype, threads, layer[DOWN], layer[DOWN_BIAS], inner, x, True)
+
+
+@njit(nogil=True, cache=True, **LOOPS)
+def run_head(dtype, threads, norm, eps, weight, bias, x, logits):
+    """logits: float32 [m, vocab], of x: [m, width] after the model's last norm."""
+    normed = np.empty_like(x)
+    _norm(x, norm, eps, normed)
+    _product(dtype, threads, weight, bias, normed, logits, False)

@@ -1,0 +1,215 @@
+"""Steps of few tokens in compiled loops: against transformers' modules, float64 by numpy, and torch's own roundings."""
+
+from __future__ import annotations
+
+import logging
+import math
+import sys
+import threading
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from peer import compiled as module
+from peer import kernels
+from peer.attention import Row
+from peer.compiled import MOST_TOKENS, prepare
+from peer.fused import Layer
+from peer.kv import Reach
+from peer.model import PackedStep, SpanModel
+from routing.spans import Span
+from tests.tiny import loaded, random_model, tiny_config, tiny_model
+
+torch.set_num_threads(1)
+
+
+def whole(family: str = "llama", dtype: torch.dtype = torch.float32) -> SpanModel:
+    model = tiny_model(family)
+    return loaded(model, Span(0, model.config.num_hidden_layers), dtype)
+
+
+# ---------------------------------------------------------------- numbers
+
+
+def test_a_power_of_e_is_right_to_the_last_bits() -> None:
+    for x in (-200.0, -87.0, -20.5, -1.0, -1e-6, 0.0, 1e-6, 0.3466, 1.0, 20.5, 88.0):
+        made, right = float(kernels._exp(np.float32(x))), math.exp(max(np.float32(x), -87.3))
+        assert made == pytest.approx(right, rel=3e-7), x
+    assert math.isnan(kernels._exp(np.float32("nan")))
+    assert np.isfinite(kernels._exp(np.float32(1000.0)))  # a gate that is closed
+
+
+def test_numbers_are_rounded_to_bfloat16_as_torch_does() -> None:
+    bits = torch.randint(0, 1 << 32, (20_000,), generator=torch.Generator().manual_seed(3), dtype=torch.int64)
+    ties = torch.arange(0x3F800000, 0x3F900000, 0x8000, dtype=torch.int64)  # half way between two, and on them
+    numbers = torch.cat([bits, ties]).to(torch.uint32).view(torch.float32)
+    right = numbers.bfloat16().view(torch.uint16).numpy()
+    for number, expected in zip(numbers.numpy(), right, strict=True):
+        if np.isnan(number):
+            assert torch.tensor([int(kernels._rounded(number))], dtype=torch.uint16).view(torch.bfloat16).isnan()
+        else:
+            assert kernels._rounded(number) == expected, number
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("rows", "width"), [(1, 2), (7, 6), (8, 34), (37, 64)])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_head_of_any_size_is_the_product_after_the_norm(
+    dtype: torch.dtype, rows: int, width: int, threads: int
+) -> None:
+    """Whole tiles, what is left of them, pairs of tokens and a last one, and threads that get nothing."""
+    generator = torch.Generator().manual_seed(rows)
+    weight, norm = torch.randn(rows, width, generator=generator).to(dtype), torch.rand(width, generator=generator)
+    bias = torch.randn(rows, generator=generator)
+    for tokens in range(1, 6):
+        x, logits = torch.randn(tokens, width, generator=generator), torch.empty(tokens, rows)
+        kernels.run_head(
+            module.STORED[dtype], threads, norm.data_ptr(), np.float32(1e-5), weight.data_ptr(), bias.data_ptr(),
+            x.numpy(), logits.numpy(),
+        )  # fmt: skip
+        wide = x.double().numpy()
+        normed = wide / np.sqrt((wide**2).mean(1, keepdims=True) + 1e-5) * norm.double().numpy()
+        right = normed @ weight.double().numpy().T + bias.double().numpy()
+        assert np.abs(logits.numpy() - right).max() <= 1e-6 * width**0.5 * np.abs(right).max()
+
+
+# ---------------------------------------------------------------- layers
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral-window"])
+def test_what_steps_of_any_kind_give_is_what_the_modules_give(family: str) -> None:
+    """Prompts and single tokens of sessions of unlike lengths, together, over parts of the claim, through a window."""
+    model = whole(family)
+    assert model.fused is not None and model.fused.compiled is not None
+    ours, theirs = ([model.new_cache(60, span) for span in 3 * [model.span]] for _ in range(2))
+    lengths, generator = [0, 0, 0], torch.Generator().manual_seed(1)
+    for turn in ([11, 0, 0], [1, 9, 0], [3, 1, 7], [1, 1, 1], [1, 8, 1], [0, 1, 1], [12, 1, 1], *9 * [[1, 1, 1]]):
+        ids = torch.randint(model.vocab, (sum(turn),), generator=generator)
+        hidden = made = torch.empty(0)
+        for span in (Span(0, 1), Span(1, model.layers_total)):
+            rows = [
+                [Row(cache, length, n, logits=1) for cache, length, n in zip(caches, lengths, turn, strict=True) if n]
+                for caches in (ours, theirs)
+            ]
+            given = [{"ids": ids}, {"ids": ids}] if span.start == 0 else [{"hidden": made}, {"hidden": hidden}]
+            step, other = (PackedStep(span, r, **g) for r, g in zip(rows, given, strict=True))
+            assert model.fused.compiled.takes(step)
+            mine, right = model.run(step, model.fused), model.run(other)
+            made, hidden = mine.hidden, right.hidden
+        assert mine.logits is not None and right.logits is not None
+        assert torch.allclose(made, hidden, atol=1e-5) and torch.allclose(mine.logits, right.logits, atol=1e-5)
+        lengths = [length + n for length, n in zip(lengths, turn, strict=True)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_longer_steps_are_torchs(dtype: torch.dtype) -> None:
+    model = whole(dtype=dtype)
+    assert model.fused is not None and model.fused.compiled is not None
+    cache, most = model.new_cache(100), MOST_TOKENS[dtype]
+    for tokens, taken in ((1, True), (most, True), (most + 1, False)):
+        step = PackedStep(model.span, [Row(cache, 0, tokens)], ids=torch.zeros(tokens, dtype=torch.long))
+        assert model.fused.compiled.takes(step) == taken
+
+
+def test_steps_in_which_a_window_moves_are_torchs() -> None:
+    model, reach = whole("mistral-window"), Reach(rewind=2, chunk=4)
+    assert model.fused is not None and model.fused.compiled is not None
+    for tokens, taken in ((4, True), (5, False)):
+        step = PackedStep(model.span, [Row(model.new_cache(30, reach=reach), 0, tokens)])
+        assert model.fused.compiled.takes(step) == taken
+
+
+def test_a_session_goes_on_from_what_the_other_way_has_written() -> None:
+    model = whole()
+    ids, logits = torch.randint(model.vocab, (30,), generator=torch.Generator().manual_seed(4)), []
+    for fused in (None, model.fused):
+        cache = model.new_cache(30)
+        for position, stop, way in ((0, 20, model.fused if fused is None else None), (20, 21, fused), (21, 30, fused)):
+            rows = [Row(cache, position, stop - position, logits=1)]
+            output = model.run(PackedStep(model.span, rows, ids=ids[position:stop]), way)
+        logits.append(output.logits)
+    assert torch.allclose(logits[0], logits[1], atol=1e-5)
+
+
+@pytest.mark.parametrize("where", ["q_proj", "v_proj", "up_proj"])
+@pytest.mark.parametrize("number", [math.nan, math.inf])
+def test_what_is_no_number_does_not_vanish(where: str, number: float) -> None:
+    """Be it only a query that is none, of which attention could make something that is one."""
+    model = whole()
+    layer = model.layers[1]
+    for tokens in (1, 3):
+        matrix: Tensor = getattr(layer.mlp if where == "up_proj" else layer.self_attn, where).weight
+        kept = matrix[0].clone()
+        matrix[0] = number
+        rows = [Row(model.new_cache(3), 0, tokens, logits=tokens)]
+        output = model.forward(PackedStep(model.span, rows, ids=torch.arange(tokens)))
+        matrix[0] = kept
+        assert output.logits is not None
+        assert not torch.isfinite(output.hidden).any() and not torch.isfinite(output.logits).any()
+
+
+def test_two_threads_at_once_get_what_each_alone_gets() -> None:
+    model, made = whole(), dict[int, list[Tensor]]()
+
+    def decode(seed: int) -> None:
+        torch.set_num_threads(1 + seed % 2)
+        cache, logits = model.new_cache(40), []
+        for position in range(40):
+            rows = [Row(cache, position, 1, logits=1)]
+            logits.append(own[seed].forward(PackedStep(model.span, rows, ids=torch.tensor([position + seed]))).logits)
+        made[seed] = logits
+
+    own = [whole() for _ in range(3)]
+    decode(0)
+    decode(1)
+    decode(2)
+    alone, made = made, {}
+    threads = [threading.Thread(target=decode, args=(seed,)) for seed in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for seed in range(3):
+        assert all(torch.equal(one, other) for one, other in zip(alone[seed], made[seed], strict=True))
+
+
+# ---------------------------------------------------------------- whether it can be
+
+
+def test_one_wrong_number_keeps_all_on_torchs_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = module._numbers
+
+    def wrong(layer: Layer) -> list[float]:
+        *eps, scaling = right(layer)
+        return [*eps, 1.001 * scaling if layer.index == 2 else scaling]
+
+    monkeypatch.setattr(module, "_numbers", wrong)
+    model = whole()
+    assert model.fused is not None and model.fused.compiled is None
+
+
+def test_a_machine_that_can_not_compile_says_so_once_and_serves(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "llvmlite.binding", None)  # as if it weren't installed
+    prepare.cache_clear()
+    try:
+        with caplog.at_level(logging.WARNING):
+            models = [whole(), whole()]
+    finally:
+        prepare.cache_clear()
+    assert all(model.fused is not None and model.fused.compiled is None for model in models)
+    assert [record.getMessage() for record in caplog.records] == [
+        "decoding runs on torch's own operations: loops can't be compiled here "
+        "(import of llvmlite.binding halted; None in sys.modules)"
+    ]
+
+
+def test_gates_of_another_kind_are_torchs() -> None:
+    config = tiny_config("llama")
+    config.hidden_act = "gelu"
+    model = random_model(config)
+    made = loaded(model, Span(0, config.num_hidden_layers))
+    assert made.fused is not None and made.fused.compiled is None
