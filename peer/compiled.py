@@ -79,6 +79,10 @@ def _warm(kernels: ModuleType, stored: Any) -> None:
     x, turn, numbers = np.zeros((1, dim), np.float32), np.zeros((1, dim), np.float32), np.ones((1, 5), np.float32)
     kernels.run_layers(stored, 1, layers, numbers, places, x, turn, turn, 1, 1, *room.of(1))
     kernels.run_head(stored, 1, weights.ctypes.data, np.float32(1), weights.ctypes.data, 0, x, turn)
+    rows = np.zeros((1, 2 * dim), stored)
+    kernels.norm_rows(1, rows, np.zeros(2 * dim, np.float32), np.float32(1), rows)
+    kernels.turn_rows(1, rows.reshape(1, 2, dim), 1, 1, 0, np.float32(1), 0, np.float32(1), x, turn)
+    kernels.gate_rows(1, rows, np.zeros((1, dim), stored))
 
 
 class _Room:
@@ -139,7 +143,7 @@ class CompiledSpan:
         """
         n, count = len(x), len(step.span)
         made = x.to(torch.float32, copy=True)
-        turns = [table.to(torch.float32).contiguous().numpy() for table in (cos, sin)]
+        turns = _float_array(cos), _float_array(sin)
         places = np.concatenate([row.cache.places(step.span, row.position, row.tokens) for row in step.rows], axis=1)
         if n > self._room.tokens:
             self._room = _Room(n, x.shape[1], **self._sizes)
@@ -184,20 +188,64 @@ def _threads() -> int:
     return threads
 
 
-def compiled(layers: list[Layer], end: tuple[Norm, Matrix] | None) -> CompiledSpan | None:
+class CompiledBetween:
+    """What `fused.TorchBetween` does, in loops that read and write each number once."""
+
+    def __init__(self, kernels: ModuleType) -> None:
+        self._kernels, self._floats = kernels, dict[int, Tensor]()
+
+    def turns(self, cos: Tensor, sin: Tensor) -> tuple[FloatArray, FloatArray]:
+        return _float_array(cos), _float_array(sin)
+
+    def norm(self, norm: Norm, x: Tensor, out: Tensor) -> Tensor:
+        with _ENTERED:
+            self._kernels.norm_rows(_threads(), _array(x), self._float(norm).numpy(), np.float32(norm.eps), _array(out))
+        return out
+
+    def turn(self, layer: Layer, states: Tensor, turns: tuple[FloatArray, FloatArray], room: object) -> Tensor:
+        turned = layer.heads + layer.kv_heads
+        norms = list[Any]()
+        for norm in (layer.q_norm, layer.k_norm):
+            norms += [0, np.float32(0)] if norm is None else [self._float(norm).data_ptr(), np.float32(norm.eps)]
+        with _ENTERED:
+            self._kernels.turn_rows(_threads(), _array(states), layer.heads, turned, *norms, *turns)
+        return states[:, :turned]
+
+    def gate(self, layer: Layer, gate_up: Tensor, out: Tensor) -> Tensor:
+        with _ENTERED:
+            self._kernels.gate_rows(_threads(), _array(gate_up), _array(out))
+        return out
+
+    def _float(self, norm: Norm) -> Tensor:
+        """Its weight in float32, made once."""
+        made = self._floats.get(id(norm))
+        if made is None:
+            made = self._floats[id(norm)] = norm.weight.detach().to(torch.float32).contiguous()
+        return made
+
+
+def _float_array(tensor: Tensor) -> FloatArray:
+    return tensor.to(torch.float32).contiguous().numpy()
+
+
+def _array(tensor: Tensor) -> npt.NDArray[Any]:
+    """As the kernels know the dtype; shares memory."""
+    return (tensor if tensor.dtype == torch.float32 else tensor.view(torch.uint16)).numpy()
+
+
+def compiled(layers: list[Layer], end: tuple[Norm, Matrix] | None) -> tuple[CompiledBetween, CompiledSpan] | None:
     """None where this machine or this model's shape isn't one for it."""
     first = layers[0].qkv.weight
+    if first.device.type != "cpu" or layers[0].dim % 2 or any(layer.act is not F.silu for layer in layers):
+        return None
     matrices = [matrix for layer in layers for matrix in (layer.qkv, layer.out, layer.gate_up, layer.down)]
     matrices += [] if end is None else [end[1]]
-    if first.device.type != "cpu" or not all(map(_can_be_read, matrices)) or layers[0].dim % 2:
-        return None
-    if any(layer.act is not F.silu for layer in layers):
+    if not all(_can_be_read(matrix.weight, first.dtype) for matrix in matrices):
         return None
     kernels = prepare(first.dtype)
-    return None if kernels is None else CompiledSpan(kernels, layers, end)
+    return None if kernels is None else (CompiledBetween(kernels), CompiledSpan(kernels, layers, end))
 
 
-def _can_be_read(matrix: Matrix) -> bool:
-    """By fours of bytes, in one run: two of bfloat16 at once."""
-    weight = matrix.weight
-    return weight.is_contiguous() and weight.data_ptr() % 4 == 0 and weight.shape[1] % 2 == 0
+def _can_be_read(weight: Tensor, dtype: torch.dtype) -> bool:
+    """In one run, and by fours of bytes: two of bfloat16 at once."""
+    return weight.dtype == dtype and weight.is_contiguous() and weight.data_ptr() % 4 == 0 and weight.shape[1] % 2 == 0

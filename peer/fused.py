@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
 from peer.attention import Row, StepSlot, attend_rows
-from peer.compiled import CompiledSpan, compiled
+from peer.compiled import CompiledBetween, CompiledSpan, compiled
 from peer.families import original_context
 from routing.spans import Span
 
@@ -49,17 +49,6 @@ UNLIKE = (AttributeError, IndexError, RuntimeError, TypeError, ValueError)
 class Norm:
     weight: Tensor
     eps: float
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
-
-    def into(self, x: Tensor, out: Tensor) -> Tensor:
-        """x, out: [n, width]."""
-        if x.dtype != torch.float32:
-            return torch.mul(F.rms_norm(x, (x.shape[-1],), None, self.eps), self.weight, out=out)
-        squares = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_()
-        scale = squares.div_(x.shape[-1]).add_(self.eps).rsqrt_()
-        return torch.mul(x, scale, out=out).mul_(self.weight)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,42 +93,83 @@ class Layer:
     def sizes(self) -> tuple[int, ...]:
         return self.heads, self.kv_heads, self.dim, self.gate_up.weight.shape[0]
 
-    def __call__(
-        self, x: Tensor, cos: Tensor, sin: Tensor, slot: StepSlot, room: _Room, wanted: Tensor | None = None
-    ) -> Tensor:
-        """x: [n, width], changed in place; cos, sin: [n, 1, dim], sin with its first half negated. Returns x.
+    def __call__(self, x: Tensor, turns: Any, slot: StepSlot, room: _Room, wanted: Tensor | None = None) -> Tensor:
+        """x: [n, width], changed in place. turns: the tokens' rotary positions, as `between` has them. Returns x.
 
         wanted: indices of m tokens, the last ones of their rows, with which it goes on (None: all). Of the others only
         keys and values are made. x is left then, and what is returned is [m, width].
         """
-        n, split, half = x.shape[0], self.heads + self.kv_heads, self.dim // 2
-        states = self.qkv.into(self.before.into(x, room.normed), room.states).view(n, -1, self.dim)
-        turned, value = states[:, :split], states[:, split:]
-        if self.q_norm is not None and self.k_norm is not None:
-            turned = torch.cat([self.q_norm(turned[:, : self.heads]), self.k_norm(turned[:, self.heads :])], 1)
-        # rotary positions, arXiv:2104.09864: the second half of each head stands for the imaginary part
-        made = torch.mul(turned, cos, out=room.turned)
-        made[..., :half].addcmul_(turned[..., half:], sin[..., :half])
-        made[..., half:].addcmul_(turned[..., :half], sin[..., half:])
-        turned, value = made.transpose(0, 1)[None], value.transpose(0, 1)[None]
+        n, split, ops = x.shape[0], self.heads + self.kv_heads, room.between
+        states = self.qkv.into(ops.norm(self.before, x, room.normed), room.states).view(n, -1, self.dim)
+        value = states[:, split:].transpose(0, 1)[None]
+        turned = ops.turn(self, states, turns, room).transpose(0, 1)[None]
         query, key, asking = turned[:, : self.heads], turned[:, self.heads :], None
         if wanted is not None:
             x, query, room, asking = x[wanted], query[:, :, wanted], room.of(len(wanted)), [r.logits for r in slot.rows]
         seen = attend_rows(slot, self.index, query, key, value, self.scaling, asking=asking)
         self.out.added_to(x, seen.reshape(len(x), self.heads * self.dim))
-        gate, up = self.gate_up.into(self.between.into(x, room.normed), room.gate_up).chunk(2, -1)
-        return self.down.added_to(x, torch.mul(self.act(gate), up, out=room.inner))
+        gate_up = self.gate_up.into(ops.norm(self.between, x, room.normed), room.gate_up)
+        return self.down.added_to(x, ops.gate(self, gate_up, room.inner))
+
+
+class Between(Protocol):
+    """What lies between a layer's products. n tokens; everything is of the model's dtype, and `out` is returned."""
+
+    def turns(self, cos: Tensor, sin: Tensor) -> Any:
+        """cos, sin: [n, dim] of the rotary table -> as `turn` takes them."""
+
+    def norm(self, norm: Norm, x: Tensor, out: Tensor) -> Tensor:
+        """x, out: [n, width]."""
+
+    def turn(self, layer: Layer, states: Tensor, turns: Any, room: _Room) -> Tensor:
+        """states: [n, heads + 2 kv_heads, dim] -> queries and keys at their positions, [n, heads + kv_heads, dim]."""
+
+    def gate(self, layer: Layer, gate_up: Tensor, out: Tensor) -> Tensor:
+        """gate_up: [n, 2 inner]; out: [n, inner]."""
+
+
+class TorchBetween:
+    """In torch's operations."""
+
+    def turns(self, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """[n, 1, dim], the sine with its first half negated."""
+        half = cos.shape[-1] // 2
+        return cos[:, None], torch.cat([-sin[:, None, :half], sin[:, None, half:]], -1)
+
+    def norm(self, norm: Norm, x: Tensor, out: Tensor) -> Tensor:
+        if x.dtype != torch.float32:
+            return torch.mul(F.rms_norm(x, (x.shape[-1],), None, norm.eps), norm.weight, out=out)
+        squares = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_()
+        scale = squares.div_(x.shape[-1]).add_(norm.eps).rsqrt_()
+        return torch.mul(x, scale, out=out).mul_(norm.weight)
+
+    def turn(self, layer: Layer, states: Tensor, turns: tuple[Tensor, Tensor], room: _Room) -> Tensor:
+        heads, dim, (cos, sin) = layer.heads, layer.dim, turns
+        made, half = states[:, : heads + layer.kv_heads], dim // 2
+        if layer.q_norm is not None and layer.k_norm is not None:
+            parts = [(made[:, :heads], layer.q_norm), (made[:, heads:], layer.k_norm)]
+            made = torch.cat([F.rms_norm(part, (dim,), norm.weight, norm.eps) for part, norm in parts], 1)
+        # rotary positions, arXiv:2104.09864: the second half of each head stands for the imaginary part
+        turned = torch.mul(made, cos, out=room.turned)
+        turned[..., :half].addcmul_(made[..., half:], sin[..., :half])
+        turned[..., half:].addcmul_(made[..., :half], sin[..., half:])
+        return turned
+
+    def gate(self, layer: Layer, gate_up: Tensor, out: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, -1)
+        return torch.mul(layer.act(gate), up, out=out)
 
 
 class _Room:
-    """Where the layers of a pass of n tokens put what lies between their operations: memory that is new each time costs
-    as much as the operation. Nothing in it outlives a layer."""
+    """How the layers of a pass of n tokens do what lies between their products, and where they put what they make:
+    memory that is new each time costs as much as an operation. Nothing in it outlives a layer."""
 
-    def __init__(self, normed: Tensor, states: Tensor, turned: Tensor, gate_up: Tensor, inner: Tensor) -> None:
-        self.normed, self.states, self.turned, self.gate_up, self.inner = normed, states, turned, gate_up, inner
+    def __init__(self, between: Between, parts: list[Tensor]) -> None:
+        self.between, self._parts = between, parts
+        self.normed, self.states, self.turned, self.gate_up, self.inner = parts
 
     @classmethod
-    def make(cls, layer: Layer, tokens: int, like: Tensor) -> _Room:
+    def make(cls, between: Between, layer: Layer, tokens: int, like: Tensor) -> _Room:
         shapes = [
             (like.shape[-1],),
             (layer.qkv.weight.shape[0],),
@@ -147,11 +177,12 @@ class _Room:
             (layer.gate_up.weight.shape[0],),
             (layer.down.weight.shape[1],),
         ]
-        return cls(*(torch.empty(tokens, *shape, dtype=like.dtype, device=like.device) for shape in shapes))
+        made = [torch.empty(tokens, *shape, dtype=like.dtype, device=like.device) for shape in shapes]
+        return cls(between, made)
 
     def of(self, tokens: int) -> _Room:
         """Of no more tokens than there is room for."""
-        return _Room(*(part[:tokens] for part in vars(self).values()))
+        return _Room(self.between, [part[:tokens] for part in self._parts])
 
 
 class FusedSpan:
@@ -160,9 +191,11 @@ class FusedSpan:
     compiled: of the same layers; it takes the steps that it can.
     """
 
-    def __init__(self, model: SpanModel, layers: list[Layer], compiled: CompiledSpan | None = None) -> None:
-        self._layers, self._first, self.compiled = layers, model.span.start, compiled
-        self._total = model.layers_total
+    def __init__(
+        self, model: SpanModel, layers: list[Layer], between: Between, compiled: CompiledSpan | None = None
+    ) -> None:
+        self._layers, self._between, self.compiled = layers, between, compiled
+        self._first, self._total = model.span.start, model.layers_total
         self.slot, self._device, self._dtype = StepSlot(), model.device, model.dtype
         base = model.shell.base_model
         self._rotary = base.rotary_emb
@@ -180,7 +213,7 @@ class FusedSpan:
             x = self._embed(step.ids.to(self._device))
         else:
             assert step.hidden is not None
-            x = step.hidden.to(self._device, self._dtype, copy=True)  # layers add to it
+            x = step.hidden.contiguous().to(self._device, self._dtype, copy=True)  # layers add to it
         cos, sin = (table[0] for table in self._rotary(x[None], positions))
         if self.compiled is not None and self.compiled.takes(step):
             x = self.compiled.layers(step, step.span.start - self._first, x, cos, sin)
@@ -196,17 +229,16 @@ class FusedSpan:
         some = None
         if step.span.stop == self._total and (wanted is None or len(wanted) < len(x)):
             some = torch.empty(0, dtype=torch.long, device=x.device) if wanted is None else wanted
-        half, room = cos.shape[-1] // 2, _Room.make(layers[0], len(x), x)
-        cos, sin = cos[:, None], torch.cat([-sin[:, None, :half], sin[:, None, half:]], -1)
+        room, turns = _Room.make(self._between, layers[0], len(x), x), self._between.turns(cos, sin)
         try:
             for number, layer in enumerate(layers):
                 if number and step.between is not None:
                     step.between()
                 self.slot.rows = step.rows  # others may have run since
                 if layer is not layers[-1] or some is None:
-                    layer(x, cos, sin, self.slot, room)
+                    layer(x, turns, self.slot, room)
                 else:
-                    x[some] = layer(x, cos, sin, self.slot, room, some)
+                    x[some] = layer(x, turns, self.slot, room, some)
         finally:
             self.slot.clear()
 
@@ -223,24 +255,31 @@ def fuse(model: SpanModel) -> FusedSpan | None:
         alike = [layer for layer in layers if layer is not None]
         if len({layer.sizes for layer in alike}) > 1:  # they share their room
             return None
-        made = FusedSpan(model, alike)
-        faster = compiled(alike, _end(model))
+        for ways in _ways(model, alike):
+            if all(matches(model, way) for way in ways):
+                return ways[-1]
     except UNLIKE:
         return None
-    if not matches(model, made):
-        return None
+    return None
+
+
+def _ways(model: SpanModel, layers: list[Layer]) -> Iterator[list[FusedSpan]]:
+    """The faster one first: what has to match, the last of which is to be used then."""
+    faster = _compiled(model, layers)
     if faster is not None:
-        quick = FusedSpan(model, alike, faster)
-        made = quick if matches(model, quick) else made
-    return made
+        between, few = faster
+        yield [FusedSpan(model, layers, between), FusedSpan(model, layers, between, few)]
+    yield [FusedSpan(model, layers, TorchBetween())]
 
 
-def _end(model: SpanModel) -> tuple[Norm, Matrix] | None:
-    """The norm and the head after the last layer, where the claim has them."""
+def _compiled(model: SpanModel, layers: list[Layer]) -> tuple[CompiledBetween, CompiledSpan] | None:
     if model.span.stop != model.layers_total:
-        return None
+        return compiled(layers, None)
     head = model.shell.get_output_embeddings()
-    return _norm(model.shell.base_model.norm), Matrix(head.weight, head.bias)
+    try:
+        return compiled(layers, (_norm(model.shell.base_model.norm), Matrix(head.weight, head.bias)))
+    except UNLIKE:  # an end of another shape
+        return None
 
 
 def _read(layer: nn.Module, index: int) -> Layer | None:

@@ -410,3 +410,53 @@ def run_head(dtype, threads, norm, eps, weight, bias, x, logits):
     normed = np.empty_like(x)
     _norm(x, norm, eps, normed)
     _product(dtype, threads, weight, bias, normed, logits, False)
+
+
+# ---------------------------------------------------------------- between the products of long passes
+
+
+@njit(parallel=True, nogil=True, cache=True, **LOOPS)
+def norm_rows(threads, x, weight, eps, out):
+    """out = RMSNorm of each row of x, both [n, width] of the model's dtype. weight: float32 [width]."""
+    n, width = x.shape
+    for t in prange(threads):
+        for j in range(n * t // threads, n * (t + 1) // threads):
+            squares = ZERO
+            for i in range(width):
+                squares += _wide(x[j, i]) * _wide(x[j, i])
+            scale = np.float32(ONE / math.sqrt(squares / np.float32(width) + eps))
+            for i in range(width):
+                out[j, i] = _narrow(_wide(x[j, i]) * scale * weight[i], out[j, i])
+
+
+@njit(parallel=True, nogil=True, cache=True, **LOOPS)
+def turn_rows(threads, states, heads, turned, q_norm, q_eps, k_norm, k_eps, cos, sin):
+    """states: [n, heads + 2 kv_heads, dim] of the model's dtype, of which the first `turned`, queries and keys, get
+    their rotary positions in place. q_norm, k_norm: addresses, 0 for none. cos, sin: float32 [n, dim]."""
+    n, dim = states.shape[0], states.shape[2]
+    half = dim // 2
+    for t in prange(threads):
+        wide = np.empty((1, dim), np.float32)
+        for j in range(n * t // threads, n * (t + 1) // threads):
+            for head in range(turned):
+                for i in range(dim):
+                    wide[0, i] = _wide(states[j, head, i])
+                if q_norm:
+                    _norm(wide, q_norm if head < heads else k_norm, q_eps if head < heads else k_eps, wide)
+                for i in range(half):
+                    real, imaginary = wide[0, i], wide[0, half + i]
+                    first = real * cos[j, i] - imaginary * sin[j, i]
+                    second = imaginary * cos[j, half + i] + real * sin[j, half + i]
+                    states[j, head, i] = _narrow(first, states[j, head, i])
+                    states[j, head, half + i] = _narrow(second, states[j, head, i])
+
+
+@njit(parallel=True, nogil=True, cache=True, **LOOPS)
+def gate_rows(threads, gate_up, out):
+    """out: [n, inner] = silu(gate) * up, the halves of gate_up: [n, 2 inner], all of the model's dtype."""
+    n, inner = out.shape
+    for t in prange(threads):
+        for j in range(n * t // threads, n * (t + 1) // threads):
+            for i in range(inner):
+                gate = _wide(gate_up[j, i])
+                out[j, i] = _narrow(gate / (ONE + _exp(-gate)) * _wide(gate_up[j, inner + i]), out[j, i])

@@ -44,14 +44,16 @@ def test_what_has_the_shape_and_the_numbers_runs_without_modules(family: str, ta
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral-window"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("sessions", [1, 3])
-@pytest.mark.parametrize("most", [0, 24])
+@pytest.mark.parametrize("way", ["torch", "long", "few"])
 def test_sessions_get_what_the_modules_give(
-    family: str, dtype: torch.dtype, sessions: int, most: int, monkeypatch: pytest.MonkeyPatch
+    family: str, dtype: torch.dtype, sessions: int, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """most: tokens of a step that runs compiled."""
-    monkeypatch.setitem(MOST_TOKENS, dtype, most)
+    """In torch's operations alone, with compiled ones between the products, and steps of few tokens as a whole."""
+    if way == "torch":
+        monkeypatch.setattr("peer.compiled.prepare", lambda dtype: None)
+    monkeypatch.setitem(MOST_TOKENS, dtype, 24 if way == "few" else 0)
     model = whole(tiny_model(family), dtype)
-    assert model.fused is not None and (model.fused.compiled is None) == (dtype == torch.float16)
+    assert model.fused is not None and (model.fused.compiled is None) == (dtype == torch.float16 or way == "torch")
     outputs = []
     for fused in (None, model.fused):
         caches = [model.new_cache(40) for _ in range(sessions)]
@@ -80,7 +82,8 @@ def test_layers_that_differ_only_far_from_the_beginning_keep_their_modules(dtype
 
 
 def test_one_wrong_number_keeps_all_on_the_modules(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("peer.fused.Norm.into", lambda norm, x, out: out.copy_(1.001 * rms_norm(norm, x)))
+    monkeypatch.setattr("peer.compiled.prepare", lambda dtype: None)
+    monkeypatch.setattr("peer.fused.TorchBetween.norm", lambda _, norm, x, out: out.copy_(1.001 * rms_norm(norm, x)))
     assert whole(tiny_model("llama")).fused is None
 
 
