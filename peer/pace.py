@@ -91,6 +91,7 @@ class Pace:
         self._sessions: dict[Hashable, _Session] = {}
         self._decode_s: dict[int, float] = {}  # decode steps in a turn without prompts -> what it takes
         self._credit_s = 0.0
+        self._price_s: float | None = None  # the newest one of any prompt, from which another one begins
         self._mixed = 0  # turns of decode steps with a prompt since the last one without
         self._ended = float("-inf")  # of the last turn
         self._held_up = float("-inf")  # until when it is counted how long prompts alone held up those who decode
@@ -173,6 +174,7 @@ class Pace:
         known = session.price_s
         session.price_s = price_s if known is None else known + 0.5 * (price_s - known)
         session.largest = max(session.largest, tokens)
+        self._price_s = session.price_s
 
     def _earn(self, decoders: int, spent_s: float) -> None:
         """A turn of decode steps is over, in which prompts took `spent_s`."""
@@ -208,9 +210,12 @@ class Pace:
         else:  # it delays whoever comes meanwhile by all of its turn
             affordable = self.config.share * (self._alone_s(self._decoding) or 0.0) - (alone or 0.0)
         session = self._sessions.get(key)
-        if session is None or session.price_s is None:
+        price_s, largest = self._price_s, LEAST_PIECE
+        if session is not None and session.price_s is not None:
+            price_s, largest = session.price_s, session.largest
+        if price_s is None:
             return LEAST_PIECE
-        return max(LEAST_PIECE, min(int(affordable / session.price_s), GROWTH * session.largest))
+        return max(LEAST_PIECE, min(int(affordable / price_s), GROWTH * largest))
 
     @property
     def _decoding(self) -> int:

@@ -353,6 +353,24 @@ def test_who_was_held_up_is_counted_once() -> None:
     assert debts[0] == pytest.approx(debts[1]) == pytest.approx(1.3 * 0.1 - 0.9)
 
 
+@pytest.mark.parametrize(("price_s", "first"), [(0.0001, 64), (0.0051, 25), (0.02, LEAST_PIECE)])
+def test_a_prompt_begins_from_what_the_one_before_it_cost(price_s: float, first: int) -> None:
+    """What its budget of 1.3 decode steps of 0.1 s buys, from the least piece to four of them."""
+    pace = Pace()
+    pace.arrived("d", SPAN, 1, 0.0)
+    pace.ran("d", [], 0.0, 0.1)
+    for key, most in (("p", LEAST_PIECE), ("q", first)):
+        pace.arrived("d", SPAN, 1, 1.0)
+        pace.arrived(key, SPAN, 256, 1.0)
+        assert pace.piece(key, 1) == most
+        pace.ran(["d"], [(key, most)], 1.0, 1.1 + price_s * most)
+        pace.arrived("d", SPAN, 1, 2.0)
+        pace.ran(["d"], [], 2.0, 2.1)
+        for _ in range(40):  # until it has its whole budget again
+            pace.arrived("d", SPAN, 1, 3.0)
+            pace.ran(["d"], [], 3.0, 3.1)
+
+
 def test_pieces_are_never_tiny() -> None:
     pace = Pace()
     pace.arrived("d", SPAN, 1, 0.0)
