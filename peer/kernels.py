@@ -22,6 +22,7 @@ from numba.extending import intrinsic, overload
 
 # Sums may be reordered, or they would not be vectorised; that there are NaN and Inf is still respected.
 LOOPS = {"fastmath": {"reassoc", "contract", "nsz", "arcp"}, "error_model": "numpy"}
+BLOCK = 64  # keys that are in the nearest cache while all queries look at them
 TILE = 4  # rows of a matrix that share what is read of the tokens
 LEAST_EXPONENT, MOST_EXPONENT = np.float32(-87.3), np.float32(88.3)  # of exp in float32
 ZERO, ONE = np.float32(0), np.float32(1)
@@ -329,39 +330,109 @@ def _keep(dtype, states, side, places):
 
 @njit(parallel=True, **LOOPS)
 def _attention(dtype, threads, states, heads, kv_heads, places, scaling, out):
-    """out: [m, heads, dim]. Each token sees the keys from its first place to its own."""
+    """out: [m, heads, dim]. Each token sees the keys from its first place to its own.
+
+    Queries that read the same keys (of a session's tokens, and of the heads that share them) lie side by side in what
+    the threads share, and go over them together.
+    """
     m, dim, group = states.shape[0], states.shape[2], heads // kv_heads
-    longest = (places[:, 4] - places[:, 3]).max() + 1
     for t in prange(threads):
-        scores = np.empty(longest, np.float32)
-        for unit in range(m * heads * t // threads, m * heads * (t + 1) // threads):
-            j, head = unit // heads, unit % heads
-            room, first, count = places[j, 2], places[j, 3], places[j, 4] - places[j, 3] + 1
-            begin = head // group * room + first
-            keys = _stored(dtype, places[j, 0], kv_heads * room, dim)[begin : begin + count]
-            values = _stored(dtype, places[j, 1], kv_heads * room, dim)[begin : begin + count]
-            _attend(states[j, head], keys, values, scaling, scores, out[j, head])
+        start, stop = m * heads * t // threads, m * heads * (t + 1) // threads
+        room, begin, at = np.empty((2 * BLOCK + 1, max(dim, BLOCK)), np.float32), 0, 0
+        while begin < m:
+            end = begin + 1
+            while end < m and places[end, 0] == places[begin, 0]:
+                end += 1
+            for head in range(kv_heads):
+                a, b = max(start, at), min(stop, at + (end - begin) * group)
+                if a < b:
+                    _attend(dtype, states, begin, head, group, places, a - at, b - at, scaling, room, out)
+                at += (end - begin) * group
+            begin = end
 
 
 @njit(**LOOPS)
-def _attend(query, keys, values, scaling, scores, out):
-    count, dim = keys.shape
-    top = np.float32(-np.inf)
-    for t in range(count):
-        score = ZERO
+def _attend(dtype, states, begin, head, group, places, start, stop, scaling, room, out):
+    """Of the queries of one session those numbered [start, stop), over its keys and values of the shared `head`. Number
+    n is of the token begin + n // group, and of the n % group-th head that shares them.
+
+    One block of keys after the other, with a running maximum and sum (arXiv:2205.14135, algorithm 1).
+    """
+    dim, held = states.shape[2], places[begin, 2]
+    first, last = places[begin + start // group, 3], places[begin + (stop - 1) // group, 4]
+    keys = _stored(dtype, places[begin, 0], (head + 1) * held, dim)
+    values = _stored(dtype, places[begin, 1], (head + 1) * held, dim)
+    running = np.empty((stop - start, 2), np.float32)
+    for n in range(start, stop):
+        running[n - start, 0], running[n - start, 1] = -np.inf, ZERO
+        out[begin + n // group, head * group + n % group, :] = ZERO
+    for block in range(first, last + 1, BLOCK):
+        a, b = head * held + block, head * held + min(block + BLOCK, last + 1)
+        some_keys, some_values = _widened(keys[a:b], room[:BLOCK]), _widened(values[a:b], room[BLOCK : 2 * BLOCK])
+        for n in range(start, stop):
+            j, own = begin + n // group, head * group + n % group
+            lo, hi = max(places[j, 3] - block, 0), min(places[j, 4] - block + 1, b - a)
+            if lo < hi:
+                scores, state = room[2 * BLOCK], running[n - start]
+                _look(states[j, own], some_keys[lo:hi], some_values[lo:hi], scaling, scores, state, out[j, own])
+    for n in range(start, stop):
+        seen, scale = out[begin + n // group, head * group + n % group], ONE / running[n - start, 1]
         for i in range(dim):
-            score += query[i] * _wide(keys[t, i])
-        scores[t] = score * scaling
+            seen[i] *= scale
+
+
+def _widened(rows, room):
+    """[n, dim] of the model's dtype as float32, with dim or more columns."""
+
+
+@overload(_widened, jit_options=LOOPS)
+def _(rows, room):
+    def bfloat16(rows, room):
+        for t in range(rows.shape[0]):
+            for i in range(rows.shape[1]):
+                room[t, i] = _wide(rows[t, i])
+        return room[: rows.shape[0]]
+
+    return bfloat16 if _is_bfloat16(rows.dtype) else (lambda rows, room: rows)
+
+
+@njit(**LOOPS)
+def _look(query, keys, values, scaling, scores, running, out):
+    """One query over n more keys. running: the largest score so far, and the sum of the weights, which are e to the
+    scores' differences from it; out: the weighted sum of the values."""
+    n, dim = keys.shape[0], query.shape[0]
+    tiled, top = n - n % TILE, running[0]
+    for t in range(0, tiled, TILE):
+        a0, a1, a2, a3 = ZERO, ZERO, ZERO, ZERO
+        for i in range(dim):
+            q = query[i]
+            a0 += q * keys[t, i]
+            a1 += q * keys[t + 1, i]
+            a2 += q * keys[t + 2, i]
+            a3 += q * keys[t + 3, i]
+        scores[t], scores[t + 1], scores[t + 2], scores[t + 3] = a0, a1, a2, a3
+    for t in range(tiled, n):
+        a0 = ZERO
+        for i in range(dim):
+            a0 += query[i] * keys[t, i]
+        scores[t] = a0
+    for t in range(n):
+        scores[t] *= scaling
         top = max(top, scores[t])
-    total = ZERO
-    for t in range(count):
+    before, total = _exp(running[0] - top), ZERO
+    for t in range(n):
         scores[t] = _exp(scores[t] - top)
         total += scores[t]
-    out[:] = ZERO
-    for t in range(count):
-        part = scores[t] / total
+    running[0], running[1] = top, running[1] * before + total
+    for i in range(dim):
+        out[i] *= before
+    for t in range(0, tiled, TILE):
+        a0, a1, a2, a3 = scores[t], scores[t + 1], scores[t + 2], scores[t + 3]
         for i in range(dim):
-            out[i] += part * _wide(values[t, i])
+            out[i] += a0 * values[t, i] + a1 * values[t + 1, i] + a2 * values[t + 2, i] + a3 * values[t + 3, i]
+    for t in range(tiled, n):
+        for i in range(dim):
+            out[i] += scores[t] * values[t, i]
 
 
 # ---------------------------------------------------------------- passes

@@ -11,16 +11,17 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from transformers import CONFIG_MAPPING
 
 from peer import compiled as module
 from peer import kernels
 from peer.attention import Row
-from peer.compiled import MOST_TOKENS, prepare
-from peer.fused import Layer
+from peer.compiled import MOST_TOKENS, NEAR, prepare
+from peer.fused import TOLERANCE, Layer
 from peer.kv import Reach
 from peer.model import PackedStep, SpanModel
 from routing.spans import Span
-from tests.tiny import loaded, random_model, tiny_config, tiny_model
+from tests.tiny import COMMON, loaded, random_model, tiny_config, tiny_model
 
 torch.set_num_threads(1)
 
@@ -103,13 +104,44 @@ def test_what_steps_of_any_kind_give_is_what_the_modules_give(family: str) -> No
         lengths = [length + n for length, n in zip(lengths, turn, strict=True)]
 
 
+@pytest.mark.parametrize("window", [None, 100, 64])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_longer_steps_are_torchs(dtype: torch.dtype) -> None:
+def test_texts_of_many_blocks_of_keys_are_seen_as_the_modules_see_them(window: int | None, dtype: torch.dtype) -> None:
+    """From places within a block and at its edges, by one token and by several, in sessions of unlike lengths. float32
+    has large scores, so that the largest changes from block to block (bfloat16's rounding would grow with them)."""
+    longer = {**COMMON, "max_position_embeddings": 512, "sliding_window": window, "num_attention_heads": 6}
+    model = random_model(CONFIG_MAPPING["mistral"](**{**longer, "head_dim": 8}))
+    for layer in model.model.layers:
+        layer.self_attn.q_proj.weight.data *= 6 if dtype == torch.float32 else 1
+    span = loaded(model, Span(0, model.config.num_hidden_layers), dtype)
+    assert span.fused is not None and span.fused.compiled is not None
+    generator, lengths = torch.Generator().manual_seed(2), [0, 0]
+    ours, theirs = ([span.new_cache(400) for _ in lengths] for _ in range(2))
+    for turn in ([190, 57], [1, 7], [1, 1], [8, 1], [1, 8], *20 * [[3, 8]]):
+        ids, made = torch.randint(span.vocab, (sum(turn),), generator=generator), []
+        for caches, way in ((ours, span.fused), (theirs, None)):
+            rows = [Row(cache, length, n, n) for cache, length, n in zip(caches, lengths, turn, strict=True)]
+            made.append(span.run(PackedStep(span.span, rows, ids=ids), way).logits)
+        limit = len(span.span) * TOLERANCE[dtype] * made[1].abs().max()
+        assert (made[0] - made[1]).abs().max() <= limit
+        lengths = [length + n for length, n in zip(lengths, turn, strict=True)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_long_steps_and_prompts_far_into_a_text_are_torchs(dtype: torch.dtype) -> None:
     model = whole(dtype=dtype)
     assert model.fused is not None and model.fused.compiled is not None
-    cache, most = model.new_cache(100), MOST_TOKENS[dtype]
-    for tokens, taken in ((1, True), (most, True), (most + 1, False)):
-        step = PackedStep(model.span, [Row(cache, 0, tokens)], ids=torch.zeros(tokens, dtype=torch.long))
+    cache, most, near = model.new_cache(2000), MOST_TOKENS[dtype], NEAR[dtype]
+    for rows, taken in (
+        ([(1999, 1)], True),
+        (most * [(1999, 1)], True),
+        ((most + 1) * [(1999, 1)], False),
+        ([(near - 20, 20)], True),
+        ([(near - 19, 20)], False),
+        ([(1000, 1), (0, 20)], True),
+        ([(1000, 1), (near, 20)], False),
+    ):
+        step = PackedStep(model.span, [Row(cache, position, tokens) for position, tokens in rows])
         assert model.fused.compiled.takes(step) == taken
 
 
