@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 import sys
@@ -16,8 +17,8 @@ from transformers import CONFIG_MAPPING
 from peer import compiled as module
 from peer import kernels
 from peer.attention import Row
-from peer.compiled import MOST_TOKENS, NEAR, prepare
-from peer.fused import TOLERANCE, Layer
+from peer.compiled import MOST_TOKENS, NEAR, compiled, prepare
+from peer.fused import TOLERANCE, Layer, Matrix, _read
 from peer.kv import Reach
 from peer.model import PackedStep, SpanModel
 from routing.spans import Span
@@ -207,7 +208,32 @@ def test_two_threads_at_once_get_what_each_alone_gets() -> None:
         assert all(torch.equal(one, other) for one, other in zip(alone[seed], made[seed], strict=True))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_matrix_may_have_a_bias(dtype: torch.dtype) -> None:
+    model = random_model(CONFIG_MAPPING["llama"](**{**COMMON, "attention_bias": True, "mlp_bias": True}))
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            parameter.data = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name)))
+    span = loaded(model, Span(0, model.config.num_hidden_layers), dtype)
+    assert span.fused is not None and span.fused.compiled is not None
+    made = []
+    for way in (span.fused, None):
+        rows = [Row(span.new_cache(7), 0, 7, 7)]
+        made.append(span.run(PackedStep(span.span, rows, ids=torch.arange(7)), way).logits)
+    assert (made[0] - made[1]).abs().max() <= len(span.span) * TOLERANCE[dtype] * made[1].abs().max()
+
+
 # ---------------------------------------------------------------- whether it can be
+
+
+def test_matrices_that_lie_otherwise_than_they_are_read_are_torchs() -> None:
+    model = whole()
+    layers = [_read(layer, index) for index, layer in enumerate(model.layers)]
+    assert None not in layers and compiled(layers, None) is not None
+    weight = layers[1].down.weight
+    for other in (weight.bfloat16(), weight.t().contiguous().t(), torch.zeros(weight.shape[0], 47)):
+        changed = dataclasses.replace(layers[1], down=Matrix(other, None))
+        assert compiled([layers[0], changed, *layers[2:]], None) is None
 
 
 def test_one_wrong_number_keeps_all_on_torchs_operations(monkeypatch: pytest.MonkeyPatch) -> None:
