@@ -132,6 +132,9 @@ class Scheduler(Generic[J]):
         span = ready[0].job.span
         group = [entry for entry in ready if entry.job.span == span]
         decoders = sum(entry.decodes for entry in group)
+        if not decoders and any(entry.decodes for entry in ready):
+            self.pace.awaited.clear()
+            return now  # over other layers: they don't wait with prompts that stand aside
         return self.pace.begin_at(span, decoders, min(entry.since for entry in group), now)
 
     def next(self, now: float, most_rows: int | None = None, *, long: bool = False) -> list[Piece[J]]:

@@ -3,6 +3,8 @@
 `kernels.py` knows addresses; here they are taken from tensors that are kept alive, and it is decided which steps run
 there: those of so few tokens that reading the weights is what takes time. Longer ones are products of matrices, which
 torch does best. Where there is no numba, or it can't compile, everything runs on torch's operations (`prepare`).
+
+A process that has run this must not fork and go on here: GNU OpenMP ends such a child.
 """
 
 from __future__ import annotations
@@ -54,10 +56,19 @@ def prepare(dtype: torch.dtype) -> ModuleType | None:
 
         kept = Path(kernels.run_layers.stats.cache_path)
         with FileLock(kept / "kernels.lock"), _ENTERED:  # of peers that start together one compiles
-            _warm(kernels, STORED[dtype])
+            try:
+                _warm(kernels, STORED[dtype])
+            except Exception:  # what was kept is damaged, mostly
+                for file in kept.glob("kernels.*.nb[ic]"):
+                    file.unlink(missing_ok=True)
+                _warm(kernels, STORED[dtype])
     except Exception as error:  # whatever it is, there is another way
         reason = (str(error).splitlines() or ["no reason given"])[0]
-        log.warning("decoding runs on torch's own operations: loops can't be compiled here (%s)", reason)
+        log.warning(
+            "decoding runs on torch's own operations, more slowly: loops can't be compiled here (%s); they are kept "
+            "beside the program, or where NUMBA_CACHE_DIR says",
+            reason,
+        )
         return None
     return kernels
 
@@ -81,9 +92,9 @@ def _warm(kernels: ModuleType, stored: Any) -> None:
     layers = np.zeros((1, kernels.LAYER_COLUMNS), np.int64)
     layers[:, list(kernels.WEIGHTS)] = weights.ctypes.data
     places = np.array([[[weights.ctypes.data, weights.ctypes.data, 1, 0, 0]]])
-    room = _Room(1, dim, heads=1, kv_heads=1, dim=dim, inner=dim)
+    scratch = _Scratch(1, dim, heads=1, kv_heads=1, dim=dim, inner=dim)
     x, turn, numbers = np.zeros((1, dim), np.float32), np.zeros((1, dim), np.float32), np.ones((1, 5), np.float32)
-    kernels.run_layers(stored, 1, layers, numbers, places, x, turn, turn, 1, 1, *room.of(1))
+    kernels.run_layers(stored, 1, layers, numbers, places, x, turn, turn, 1, 1, *scratch.of(1))
     kernels.run_head(stored, 1, weights.ctypes.data, np.float32(1), weights.ctypes.data, 0, x, turn)
     rows = np.zeros((1, 2 * dim), stored)
     kernels.norm_rows(1, rows, np.zeros(2 * dim, np.float32), np.float32(1), rows)
@@ -91,7 +102,7 @@ def _warm(kernels: ModuleType, stored: Any) -> None:
     kernels.gate_rows(1, rows, np.zeros((1, dim), stored))
 
 
-class _Room:
+class _Scratch:
     """Where a pass puts what lies between its products, for up to `tokens` tokens."""
 
     def __init__(self, tokens: int, width: int, *, heads: int, kv_heads: int, dim: int, inner: int) -> None:
@@ -120,7 +131,7 @@ class CompiledSpan:
         self._vocab = 0 if end is None else len(end[1].weight)
         width, inner = first.qkv.weight.shape[1], first.down.weight.shape[1]
         self._sizes = {"heads": first.heads, "kv_heads": first.kv_heads, "dim": first.dim, "inner": inner}
-        self._room = _Room(1, width, **self._sizes)
+        self._scratch = _Scratch(1, width, **self._sizes)
 
     def _addresses(self, layer: Layer) -> list[int]:
         """In the order of the kernels' columns."""
@@ -156,8 +167,10 @@ class CompiledSpan:
         made = x.to(torch.float32, copy=True)
         turns = _float_array(cos), _float_array(sin)
         places = np.concatenate([row.cache.places(step.span, row.position, row.tokens) for row in step.rows], axis=1)
-        if n > self._room.tokens:
-            self._room = _Room(n, x.shape[1], **self._sizes)
+        assert places.shape[1] == n == len(cos), "each token has its place"
+        assert all(row.cache.layers[0].keys.dtype == self._dtype for row in step.rows), "KV of the model's dtype"
+        if n > self._scratch.tokens:
+            self._scratch = _Scratch(n, x.shape[1], **self._sizes)
         at_once = count if step.between is None else 1
         for first in range(0, count, at_once):
             if first and step.between is not None:
@@ -166,13 +179,13 @@ class CompiledSpan:
             with _ENTERED:
                 self._kernels.run_layers(
                     self._stored, _threads(), self._layers[here], self._numbers[here], places[first : first + at_once],
-                    made.numpy(), *turns, self._heads, self._kv_heads, *self._room.of(n),
+                    made.numpy(), *turns, self._heads, self._kv_heads, *self._scratch.of(n),
                 )  # fmt: skip
         return made.to(self._dtype)
 
     def attended(self, n: int) -> list[Tensor]:
         """The queries, keys and values of the last layer of the last step, which had n tokens: [1, heads, n, dim]."""
-        states = torch.from_numpy(self._room.of(n)[1].copy()).transpose(0, 1)[None]
+        states = torch.from_numpy(self._scratch.of(n)[1].copy()).transpose(0, 1)[None]
         keys = self._heads + self._kv_heads
         return [states[:, : self._heads], states[:, self._heads : keys], states[:, keys:]]
 

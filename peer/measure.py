@@ -24,7 +24,7 @@ from swarm.errors import BrokenModel
 FloatArray = npt.NDArray[np.float64]
 
 TRIAL_ROWS = 4  # sessions of a token each, so that one that is strange spoils no other
-TRIAL_TOKENS = 64  # a trial prefill: enough to be bound by arithmetic, not by weight reading
+TRIAL_TOKENS = 128  # a trial prefill: enough to be bound by arithmetic, and to run as the passes of long prompts do
 LEAST_STEP_S = 0.002  # a hop costs two thread hand-overs and a message (about 0.5 ms) and can fail: no hops for nothing
 TRIAL_ROUNDS = 10  # most that are needed for a best one
 TRIAL_SECONDS = 0.6  # most that trial decode steps take in all, before the last round begins

@@ -261,7 +261,7 @@ class PeerService:
         from peer.compiled import prepare
 
         if self.device.device == "cpu":
-            self._progress("compiling for this machine (once)", 0, 0)
+            self._progress("preparing loops for this machine", 0, 0)
             prepare(getattr(torch, self.dtype))
 
     # ------------------------------------------------------------ claim

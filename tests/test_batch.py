@@ -123,6 +123,21 @@ def test_beside_decode_steps_a_prompt_begins_small_and_only_when_their_cost_is_k
     assert parts(turn(waiting)) == [("d", 0, 1), ("p", 0, LEAST_PIECE)]
 
 
+def test_decode_steps_over_other_layers_dont_wait_with_a_prompt_in_debt() -> None:
+    waiting = scheduler(Step("d"))
+    for now in (0.0, 1.0, 2.0):  # its rhythm: it is due at 3.0
+        waiting.ended(waiting.next(now), now, now + 0.1)
+        waiting.add(Step("d"), now + 1.0)
+    waiting.ended(waiting.next(3.0), 3.0, 3.1)
+    waiting.pace._credit_s = -1.0
+    waiting.add(Step("p", 90), 3.2)
+    due = waiting.begin_at(3.2)
+    assert due is not None and due > 3.5
+    waiting.add(Step("e", span=PART), 3.3)
+    assert waiting.begin_at(3.3) == 3.3 and not waiting.pace.awaited
+    assert parts(waiting.next(3.3)) == [("p", 0, LEAST_PIECE)] and keys(waiting.next(3.3)) == ["e"]
+
+
 def test_a_prompt_that_stands_aside_holds_up_nobody_over_other_layers() -> None:
     waiting = scheduler(Step("p", 90), Step("d"), Step("e", span=PART))
     assert keys(turn(waiting)) == ["d"]  # nothing is known yet, so the prompt stands aside

@@ -207,6 +207,20 @@ def test_places_say_where_each_position_is_and_what_it_sees(kv: LayerKV, reserve
         position += tokens
 
 
+def test_a_window_moves_also_where_the_session_has_grown_within_another_ones_pass() -> None:
+    """In which torch makes tensors that may not be changed outside of it."""
+    kv, reach = LayerKV(2, 3, 3, window=4), Reach(rewind=2, chunk=4)
+    cache = SessionCache(Span(0, 1), (kv,), 6, dtype=torch.float32, reach=reach)
+    for position in range(30):
+        with torch.inference_mode(position == 6):
+            if position == 6:
+                cache.grow_to(30)
+            cache.begin(position, 1)
+            keys, _ = cache.layers[0].write(position, *(torch.full((1, 2, 1, 3), float(position)) for _ in range(2)))
+        assert keys[0, 0, :, 0].tolist() == list(range(kv.first_seen(position), position + 1))
+        cache.finish(position + 1)
+
+
 def test_a_rewound_session_writes_over_what_was_there() -> None:
     cache = make_pool().reserve("a", 10)
     fill(cache, 0, 8)

@@ -7,6 +7,8 @@ import logging
 import math
 import sys
 import threading
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -208,6 +210,30 @@ def test_two_threads_at_once_get_what_each_alone_gets() -> None:
         assert all(torch.equal(one, other) for one, other in zip(alone[seed], made[seed], strict=True))
 
 
+def test_others_may_be_let_in_between_two_layers() -> None:
+    """With more tokens than the pass that lets them in has, so that it finds its room replaced."""
+    model = whole()
+    assert model.fused is not None and model.fused.compiled is not None
+    ours, theirs = ([model.new_cache(40) for _ in range(2)] for _ in range(2))
+    ids, others, let_in = torch.arange(5), torch.arange(40, 60), list[Tensor]()
+
+    def between() -> None:
+        step = PackedStep(model.span, [Row(ours[1], 0, 20, 1)], ids=others)
+        assert model.fused is not None
+        let_in.append(model.run(step, model.fused).logits)
+
+    step = PackedStep(model.span, [Row(ours[0], 0, 5, 1)], ids=ids, between=between)
+    assert model.fused.compiled.takes(step)
+    made = model.run(step, model.fused).logits
+    right = [
+        model.run(PackedStep(model.span, [Row(cache, 0, len(part), 1)], ids=part)).logits
+        for cache, part in zip(theirs, (ids, others), strict=True)
+    ]
+    assert len(let_in) == model.layers_total - 1
+    assert torch.allclose(made, right[0], atol=1e-5)
+    assert all(torch.allclose(logits, right[1], atol=1e-5) for logits in let_in)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_matrix_may_have_a_bias(dtype: torch.dtype) -> None:
     model = random_model(CONFIG_MAPPING["llama"](**{**COMMON, "attention_bias": True, "mlp_bias": True}))
@@ -260,9 +286,31 @@ def test_a_machine_that_can_not_compile_says_so_once_and_serves(
         prepare.cache_clear()
     assert all(model.fused is not None and model.fused.compiled is None for model in models)
     assert [record.getMessage() for record in caplog.records] == [
-        "decoding runs on torch's own operations: loops can't be compiled here "
-        "(import of llvmlite.binding halted; None in sys.modules)"
+        "decoding runs on torch's own operations, more slowly: loops can't be compiled here (import of "
+        "llvmlite.binding halted; None in sys.modules); they are kept beside the program, or where NUMBA_CACHE_DIR says"
     ]
+
+
+def test_loops_that_were_kept_and_can_not_be_read_are_compiled_anew(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    tries, kept = [], ["kernels.run_layers-1.py311.nbi", "kernels.run_head-2.py311.1.nbc"]
+    for name in [*kept, "another.nbi"]:
+        (tmp_path / name).touch()
+
+    def warm(kernels: object, stored: object) -> None:
+        tries.append([name for name in kept if (tmp_path / name).exists()])
+        if tries[-1]:
+            raise EOFError("Ran out of input")
+
+    monkeypatch.setattr(module, "_warm", warm)
+    monkeypatch.setattr(kernels, "run_layers", SimpleNamespace(stats=SimpleNamespace(cache_path=tmp_path)))
+    prepare.cache_clear()
+    try:
+        assert prepare(torch.float32) is kernels
+    finally:
+        prepare.cache_clear()
+    assert tries == [kept, []] and (tmp_path / "another.nbi").exists()
 
 
 def test_gates_of_another_kind_are_torchs() -> None:

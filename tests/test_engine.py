@@ -584,8 +584,8 @@ def test_speed_is_fitted_to_what_steps_take(model: SpanModel) -> None:
     speed = measure_speed(Timed(model), clock=lambda: now)
     assert speed.step_s == pytest.approx(0.010) and speed.layer_s == pytest.approx(0.002)
     assert speed.embed_s == pytest.approx(0.001) and speed.head_s == pytest.approx(0.005)
-    whole_prefill = 0.010 + 0.002 * LAYERS + 0.006 + 0.0001 * 63 * LAYERS
-    assert speed.prefill_layer_s == pytest.approx(whole_prefill / 64 / LAYERS)
+    whole_prefill = 0.010 + 0.002 * LAYERS + 0.006 + 0.0001 * 127 * LAYERS
+    assert speed.prefill_layer_s == pytest.approx(whole_prefill / 128 / LAYERS)
 
 
 @pytest.mark.parametrize("span", [Span(0, 1), Span(2, 3), Span(4, 6)])
