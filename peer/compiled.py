@@ -32,9 +32,13 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Most tokens of a step. Beside torch's operations, SmolLM2 on two cores with AMX took with 1, 16, 32 and 64 sessions of
-# a token each in float32 0.7, 0.7, 0.7 and 0.8 of the time, in bfloat16 0.6, 0.8, 1.0 and 1.0.
-MOST_TOKENS = {torch.float32: 64, torch.bfloat16: 24}
+# Most tokens of a step, where layers are thin and where they are thick. Two cores with AMX, sessions of a token each,
+# parts of the time on torch's operations. SmolLM2 (3.5M weights in a layer): in float32 0.7 with 1, 16 and 32, 0.8 with
+# 64; in bfloat16 0.6, 0.8, 1.0 and 1.0. The 1B shape (61M): in float32 0.6 with 4, 0.9 with 16, 1.3 with 48; in bfloat16
+# 1.0 with 4, 1.2 with 8, 1.7 with 16, but where torch may not use AMX 0.35, 0.33 and 0.32.
+MOST_TOKENS = {torch.float32: (64, 24), torch.bfloat16: (24, 4)}
+WITHOUT_AMX = {torch.float32: (64, 24), torch.bfloat16: (24, 24)}
+THICK = 16_000_000  # weights of a layer
 # Where a prompt's piece ends at most. With 16 tokens from position 60, 1,000 and 4,000 on: in float32 0.8, 1.0 and 1.1
 # of torch's time, in bfloat16 1.0, 1.5 and 2.5.
 NEAR = {torch.float32: 1024, torch.bfloat16: 64}
@@ -123,7 +127,7 @@ class CompiledSpan:
         self._kernels, self._kept = kernels, list[Tensor]()
         first = layers[0]
         dtype = first.qkv.weight.dtype
-        self._dtype, self._stored, self._most = dtype, STORED[dtype], MOST_TOKENS[dtype]
+        self._dtype, self._stored, self._most = dtype, STORED[dtype], _most_tokens(first)
         self._heads, self._kv_heads, self._dim = first.heads, first.kv_heads, first.dim
         self._layers = np.array([self._addresses(layer) for layer in layers], np.int64)
         self._numbers = np.array([_numbers(layer) for layer in layers], np.float32)
@@ -196,6 +200,14 @@ class CompiledSpan:
         with _ENTERED:
             self._kernels.run_head(self._stored, _threads(), *self._end, x.float().contiguous().numpy(), made.numpy())
         return made
+
+
+def _most_tokens(layer: Layer) -> int:
+    import llvmlite.binding as llvm
+
+    thin, thick = (MOST_TOKENS if llvm.get_host_cpu_features().get("amx-bf16") else WITHOUT_AMX)[layer.qkv.weight.dtype]
+    weights = sum(matrix.weight.numel() for matrix in (layer.qkv, layer.out, layer.gate_up, layer.down))
+    return thick if weights > THICK else thin
 
 
 def _numbers(layer: Layer) -> list[float]:

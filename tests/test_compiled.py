@@ -134,7 +134,7 @@ def test_texts_of_many_blocks_of_keys_are_seen_as_the_modules_see_them(window: i
 def test_long_steps_and_prompts_far_into_a_text_are_torchs(dtype: torch.dtype) -> None:
     model = whole(dtype=dtype)
     assert model.fused is not None and model.fused.compiled is not None
-    cache, most, near = model.new_cache(2000), MOST_TOKENS[dtype], NEAR[dtype]
+    cache, most, near = model.new_cache(2000), MOST_TOKENS[dtype][0], NEAR[dtype]
     for rows, taken in (
         ([(1999, 1)], True),
         (most * [(1999, 1)], True),
@@ -146,6 +146,15 @@ def test_long_steps_and_prompts_far_into_a_text_are_torchs(dtype: torch.dtype) -
     ):
         step = PackedStep(model.span, [Row(cache, position, tokens) for position, tokens in rows])
         assert model.fused.compiled.takes(step) == taken
+
+
+@pytest.mark.parametrize("amx", [True, False])
+def test_of_thick_layers_fewer_tokens_are_compiled(amx: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llvmlite.binding.get_host_cpu_features", lambda: {"amx-bf16": amx})
+    layer = _read(whole(dtype=torch.bfloat16).layers[0], 0)
+    assert layer is not None
+    thick = dataclasses.replace(layer, down=Matrix(torch.empty(1, 16_000_000, dtype=torch.bfloat16), None))
+    assert module._most_tokens(layer) == 24 and module._most_tokens(thick) == (4 if amx else 24)
 
 
 def test_steps_in_which_a_window_moves_are_torchs() -> None:

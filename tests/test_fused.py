@@ -7,7 +7,6 @@ import torch
 from transformers import CONFIG_MAPPING, PreTrainedModel
 
 from peer.attention import Row, StepSlot, _attend_plain
-from peer.compiled import MOST_TOKENS
 from peer.fused import TOLERANCE, Norm, join
 from peer.kv import LayerKV, Reach
 from peer.model import PackedStep, SpanModel
@@ -51,7 +50,7 @@ def test_sessions_get_what_the_modules_give(
     """In torch's operations alone, with compiled ones between the products, and steps of few tokens as a whole."""
     if way == "torch":
         monkeypatch.setattr("peer.compiled.prepare", lambda dtype: None)
-    monkeypatch.setitem(MOST_TOKENS, dtype, 24 if way == "few" else 0)
+    monkeypatch.setattr("peer.compiled._most_tokens", lambda layer: 24 if way == "few" else 0)
     model = whole(tiny_model(family), dtype)
     assert model.fused is not None and (model.fused.compiled is None) == (dtype == torch.float16 or way == "torch")
     outputs = []
