@@ -34,8 +34,8 @@ log = logging.getLogger(__name__)
 
 # Most tokens of a step, where layers are thin and where they are thick. Two cores with AMX, sessions of a token each,
 # parts of the time on torch's operations. SmolLM2 (3.5M weights in a layer): in float32 0.7 with 1, 16 and 32, 0.8 with
-# 64; in bfloat16 0.6, 0.8, 1.0 and 1.0. The 1B shape (61M): in float32 0.6 with 4, 0.9 with 16, 1.3 with 48; in bfloat16
-# 1.0 with 4, 1.2 with 8, 1.7 with 16, but where torch may not use AMX 0.35, 0.33 and 0.32.
+# 64; in bfloat16 0.6, 0.8, 1.0 and 1.0. The 1B shape (61M): in float32 0.6 with 4, 0.9 with 16, 1.3 with 48; in
+# bfloat16 1.0 with 4, 1.2 with 8, 1.7 with 16, but where torch may not use AMX 0.35, 0.33 and 0.32.
 MOST_TOKENS = {torch.float32: (64, 24), torch.bfloat16: (24, 4)}
 WITHOUT_AMX = {torch.float32: (64, 24), torch.bfloat16: (24, 24)}
 THICK = 16_000_000  # weights of a layer
