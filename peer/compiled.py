@@ -168,6 +168,7 @@ class CompiledSpan:
         x: [n, width]. cos, sin: [n, dim] of the rotary table.
         """
         n, count = len(x), len(step.span)
+        _check_table(cos, sin, self._dim)
         made = x.to(torch.float32, copy=True)
         turns = _float_array(cos), _float_array(sin)
         places = np.concatenate([row.cache.places(step.span, row.position, row.tokens) for row in step.rows], axis=1)
@@ -240,6 +241,7 @@ class CompiledBetween:
 
     def turn(self, layer: Layer, states: Tensor, turns: tuple[FloatArray, FloatArray], room: object) -> Tensor:
         turned = layer.heads + layer.kv_heads
+        _check_table(*turns, layer.dim)
         norms = list[Any]()
         for norm in (layer.q_norm, layer.k_norm):
             norms += [0, np.float32(0)] if norm is None else [self._float(norm).data_ptr(), np.float32(norm.eps)]
@@ -260,6 +262,12 @@ class CompiledBetween:
         return made
 
 
+def _check_table(cos: Tensor | FloatArray, sin: Tensor | FloatArray, dim: int) -> None:
+    """Raises ValueError where only a part of each head is turned: the loops would read on behind the table."""
+    if not cos.shape[-1] == sin.shape[-1] == dim:
+        raise ValueError(f"a rotary table of {cos.shape[-1]} for heads of {dim}")
+
+
 def _float_array(tensor: Tensor) -> FloatArray:
     return tensor.to(torch.float32).contiguous().numpy()
 
@@ -274,14 +282,38 @@ def compiled(layers: list[Layer], end: tuple[Norm, Matrix] | None) -> tuple[Comp
     first = layers[0].qkv.weight
     if first.device.type != "cpu" or layers[0].dim % 2 or any(layer.act is not F.silu for layer in layers):
         return None
+    if not all(_has_its_shapes(layer, first.shape[1]) for layer in layers):
+        return None
     matrices = [matrix for layer in layers for matrix in (layer.qkv, layer.out, layer.gate_up, layer.down)]
-    matrices += [] if end is None else [end[1]]
-    if not all(_can_be_read(matrix.weight, first.dtype) for matrix in matrices):
+    if end is not None:
+        norm, head = end
+        if norm.weight.shape != (first.shape[1],) or head.weight.shape[1] != first.shape[1]:
+            return None
+        matrices.append(head)
+    if not all(_can_be_read(matrix, first.dtype) for matrix in matrices):
         return None
     kernels = prepare(first.dtype)
     return None if kernels is None else (CompiledBetween(kernels), CompiledSpan(kernels, layers, end))
 
 
-def _can_be_read(weight: Tensor, dtype: torch.dtype) -> bool:
+def _has_its_shapes(layer: Layer, width: int) -> bool:
+    """The loops take each from the others, and look at no bounds."""
+    inner, queries = layer.down.weight.shape[1], layer.heads * layer.dim
+    matrices = [
+        (layer.qkv, (queries + 2 * layer.kv_heads * layer.dim, width)),
+        (layer.out, (width, queries)),
+        (layer.gate_up, (2 * inner, width)),
+        (layer.down, (width, inner)),
+    ]
+    norms = [(norm, layer.dim) for norm in (layer.q_norm, layer.k_norm) if norm is not None]
+    norms += [(layer.before, width), (layer.between, width)]
+    shared = layer.kv_heads > 0 and layer.heads % layer.kv_heads == 0
+    fits = all(matrix.weight.shape == shape for matrix, shape in matrices)
+    return shared and fits and all(norm.weight.shape == (size,) for norm, size in norms)
+
+
+def _can_be_read(matrix: Matrix, dtype: torch.dtype) -> bool:
     """In one run, and by fours of bytes: two of bfloat16 at once."""
-    return weight.dtype == dtype and weight.is_contiguous() and weight.data_ptr() % 4 == 0 and weight.shape[1] % 2 == 0
+    weight, bias = matrix.weight, matrix.bias
+    as_kept = weight.dtype == dtype and weight.is_contiguous() and weight.data_ptr() % 4 == 0
+    return as_kept and weight.shape[1] % 2 == 0 and (bias is None or bias.shape == weight.shape[:1])

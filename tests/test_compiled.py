@@ -271,6 +271,35 @@ def test_matrices_that_lie_otherwise_than_they_are_read_are_torchs() -> None:
         assert compiled([layers[0], changed, *layers[2:]], None) is None
 
 
+@pytest.mark.parametrize("part", ["qkv", "out", "gate_up", "down", "before", "between", "q_norm", "k_norm", "bias"])
+def test_shapes_that_dont_belong_together_are_never_read(part: str) -> None:
+    model = whole("qwen3")
+    layers = [_read(layer, index) for index, layer in enumerate(model.layers)]
+    layer = layers[2]
+    assert layer is not None and compiled(layers, None) is not None
+    if part == "bias":
+        changed = dataclasses.replace(layer, out=dataclasses.replace(layer.out, bias=torch.zeros(30)))
+    else:
+        old = getattr(layer, part)
+        shorter = dataclasses.replace(old, weight=old.weight[:-2].clone())
+        changed = dataclasses.replace(layer, **{part: shorter})
+    assert compiled([*layers[:2], changed, *layers[3:]], None) is None
+    assert compiled(layers, (layer.q_norm, layer.out)) is None
+
+
+@pytest.mark.parametrize("tokens", [1, 30])
+def test_heads_of_which_only_a_part_is_turned_are_left_to_the_modules(tokens: int) -> None:
+    model = whole()
+    assert model.fused is not None and model.fused.compiled is not None
+    whole_table = model.fused._rotary
+    model.fused._rotary = lambda x, at: tuple(part[..., :4].contiguous() for part in whole_table(x, at))
+    for few in (model.fused.compiled, None):
+        model.fused.compiled = few
+        step = PackedStep(model.span, [Row(model.new_cache(30), 0, tokens)], ids=torch.zeros(tokens, dtype=torch.long))
+        with pytest.raises(ValueError, match="a rotary table of 4 for heads of 8"):
+            model.run(step, model.fused)
+
+
 def test_one_wrong_number_keeps_all_on_torchs_operations(monkeypatch: pytest.MonkeyPatch) -> None:
     right = module._numbers
 
