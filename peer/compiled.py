@@ -55,7 +55,6 @@ def prepare(dtype: torch.dtype) -> ModuleType | None:
     if dtype not in STORED:
         return None
     try:
-        _widen()
         from peer import kernels
 
         kept = Path(kernels.run_layers.stats.cache_path)
@@ -75,18 +74,6 @@ def prepare(dtype: torch.dtype) -> ModuleType | None:
         )
         return None
     return kernels
-
-
-def _widen() -> None:
-    """Vectors of 512 bits where they cost no clock. LLVM avoids them on all of Intel's processors; on those since
-    AVX512-FP16 sixteen sessions took three quarters of the time with them. Counts for what is compiled after it."""
-    import llvmlite.binding as llvm
-    from numba import config
-
-    features = llvm.get_host_cpu_features()
-    if features.get("avx512fp16") and not (config.CPU_NAME or config.CPU_FEATURES):
-        config.CPU_NAME = llvm.get_host_cpu_name()
-        config.CPU_FEATURES = features.flatten() + ",-prefer-256-bit"
 
 
 def _warm(kernels: ModuleType, stored: Any) -> None:

@@ -21,6 +21,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from peer.compiled import prepare
 from peer.hop import HopConfig
 from peer.service import PeerOptions, PeerService
 from swarm import AsyncClient, Client
@@ -205,6 +206,7 @@ class TinySwarm:
     def __init__(self, background: Background, home: Path) -> None:
         self._background, self._home = background, home
         self.peers: dict[str, PeerService] = {}
+        prepare(torch.float32)  # the first one in a checkout compiles, longer than a start may take
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
