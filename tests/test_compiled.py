@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers import CONFIG_MAPPING
 
+import peer
 from peer import compiled as module
 from peer import kernels
 from peer.attention import Row
@@ -315,7 +316,8 @@ def test_one_wrong_number_keeps_all_on_torchs_operations(monkeypatch: pytest.Mon
 def test_a_machine_that_can_not_compile_says_so_once_and_serves(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setitem(sys.modules, "llvmlite.binding", None)  # as if it weren't installed
+    monkeypatch.delattr(peer, "kernels")
+    monkeypatch.setitem(sys.modules, "peer.kernels", None)  # as if what it imports weren't installed
     prepare.cache_clear()
     try:
         with caplog.at_level(logging.WARNING):
@@ -323,10 +325,9 @@ def test_a_machine_that_can_not_compile_says_so_once_and_serves(
     finally:
         prepare.cache_clear()
     assert all(model.fused is not None and model.fused.compiled is None for model in models)
-    assert [record.getMessage() for record in caplog.records] == [
-        "decoding runs on torch's own operations, more slowly: loops can't be compiled here (import of "
-        "llvmlite.binding halted; None in sys.modules); they are kept beside the program, or where NUMBA_CACHE_DIR says"
-    ]
+    (said,) = (record.getMessage() for record in caplog.records)
+    assert said.startswith("decoding runs on torch's own operations, more slowly: loops can't be compiled here (")
+    assert said.endswith("); they are kept beside the program, or where NUMBA_CACHE_DIR says")
 
 
 def test_loops_that_were_kept_and_can_not_be_read_are_compiled_anew(
