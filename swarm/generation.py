@@ -196,7 +196,8 @@ class Generation:
             piece = self._progress.take()
             if piece is not None:
                 break
-            await self._progress.driver.news()
+            if not self._progress.driver.arrived:  # ids that bring no text yet aren't the last ones
+                await self._progress.driver.news()
         if piece.final is not None:
             self.result = piece.final
             await self.aclose()

@@ -193,6 +193,48 @@ async def test_pieces_join_to_the_whole_and_never_split_a_character(tiny: Tiny) 
     assert seen, "no character of several tokens occurred, so nothing was tested"
 
 
+class EndedDriver:
+    """Of a session that is over before anybody reads: all of its ids are here, and it tells of them once."""
+
+    def __init__(self, *ids: int) -> None:
+        self.arrived = deque([Grew(ids, 3, "stop", NOTHING_SPENT)])
+        self.repairs, self.hops = deque[object](), ()
+        self.ended, self.error, self.crash, self.now = True, None, None, 1.0
+        self._news = asyncio.Event()
+        self._news.set()
+
+    def start(self) -> None:
+        """It has run."""
+
+    def read(self, upto: int) -> None:
+        """Nobody is granted anything any more."""
+
+    def cancel(self) -> None:
+        """It is over."""
+
+    async def news(self) -> None:
+        await self._news.wait()
+        self._news.clear()
+
+    async def farewell(self) -> None:
+        """Nobody is there."""
+
+
+async def test_ids_that_bring_no_text_yet_are_read_to_the_last_after_the_end(tiny: Tiny) -> None:
+    """A character of four bytes, each an id, of a session that ended before it was read."""
+    ids = tiny.oracle.tokenizer.convert_tokens_to_ids(list("ðŁĺĢ"))  # as byte-level tokenizers spell its bytes
+    assert len(ids) == 4 and tiny.oracle.text(ids) == "😀"
+    async with tiny.client(chain="one") as client:
+        generation = client.stream("Hello", max_tokens=1)
+        async for _ in generation:
+            pass
+        opening = generation._progress.opening  # type: ignore[union-attr]
+    again = Generation(None)  # type: ignore[arg-type]
+    again._progress = _Progress(opening, EndedDriver(*ids))  # type: ignore[arg-type]
+    piece = await within(anext(again))
+    assert piece.text == "😀" and list(piece.token_ids) == ids and piece.final is again.result is not None
+
+
 async def test_what_was_held_back_comes_with_the_last_piece(tiny: Tiny) -> None:
     """An answer that is cut within a character, and one that ends with the beginning of a stop string."""
     options: dict[str, Any] = {"temperature": 1.0, "seed": 2}
