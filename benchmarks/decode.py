@@ -1,10 +1,11 @@
 """How fast a token comes: transformers alone, the swarm with one peer, the swarm with three, on loopback.
 
 Greedy, over rounds interleaved in one run: every round measures each of the three once, and what is compared are
-medians over rounds. Torch threads are the physical cores in every process. SmolLM2-135M-Instruct in float32, or random
-weights in the shape of Llama 3.2 1B in bfloat16, which every process holds for itself (10 GB in all).
+medians over rounds. Torch threads are the physical cores in every process. SmolLM2-135M-Instruct, in float32 unless
+another dtype is named, or random weights in the shape of Llama 3.2 1B, published in bfloat16 and computed in it unless
+another is named, which every process holds for itself (10 GB in all, 13 in float32).
 
-    python -m benchmarks.decode [--model smollm2|llama-1b] [--rounds N] [--tokens N] [--json]
+    python -m benchmarks.decode [--model smollm2|llama-1b] [--dtype float32|bfloat16] [--rounds N] [--tokens N] [--json]
 """
 
 from __future__ import annotations
@@ -65,9 +66,9 @@ class Measured:
         return {name: round(statistics.median(values), 3) for name, values in named.items() if values}
 
 
-async def measure(name: str, rounds: int, tokens: int) -> dict[str, Measured]:
+async def measure(name: str, dtype: str, rounds: int, tokens: int) -> dict[str, Measured]:
     threads, cache = physical_cores(), StateDir.open(None).cache
-    both, dtype = load(name, getattr(torch, DTYPES[name])), DTYPES[name]
+    both = load(name, getattr(torch, dtype))
     prompt = random_prompt(both, GREEDY_PROMPT)
 
     def alone() -> float:
@@ -105,7 +106,7 @@ def _checkpoint(name: str, folder: Path, cache: Path) -> str:
     """What peers are told to serve: the real model by its name, a random one with the real one's tokenizer."""
     if name == "smollm2":
         return name
-    save_random(name, getattr(torch, DTYPES[name]), _made(folder))
+    save_random(name, _made(folder))
     for file, content in resolve_model("smollm2", cache=cache).tokenizer_files().items():
         if not (folder / file).exists():
             (folder / file).write_bytes(content)
@@ -142,12 +143,14 @@ def main() -> None:
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
     parser.add_argument("--model", choices=MODELS, default="smollm2")
+    parser.add_argument("--dtype", choices=sorted(set(DTYPES.values())), help="what peers and transformers compute in")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, help="in each answer (by default 128, and 24 of llama-1b)")
     parser.add_argument("--json", action="store_true", help="for uniformity: the last line always is JSON")
     options = parser.parse_args()
     tokens = options.tokens or TOKENS[options.model]
-    measured = asyncio.run(measure(options.model, options.rounds, tokens))
+    dtype = options.dtype or DTYPES[options.model]
+    measured = asyncio.run(measure(options.model, dtype, options.rounds, tokens))
     results: dict[str, Any] = {name: one.medians() for name, one in measured.items()}
     alone = measured["transformers"].tokens_per_s
     for kind in SPANS[options.model]:
@@ -156,9 +159,9 @@ def main() -> None:
     for name, figures in results.items():
         print(f"{name:14}" + "  ".join(f"{key} {value}" for key, value in figures.items()))
     targets = Targets()
-    name = f"{options.model}: three peers / transformers"
+    name = f"{options.model} {dtype}: three peers / transformers"
     targets.judge(name, results["three peers"]["ratio_to_transformers"], TARGET)
-    report("decode", {options.model: results}, targets.judged)
+    report("decode", {f"{options.model} {dtype}": results}, targets.judged)
 
 
 if __name__ == "__main__":

@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, PretrainedConfig, PreTrainedModel
 
+from peer.held import Finals, can_widen, held_dtypes
 from peer.model import SpanModel
 from peer.outline import build_full, build_whole, put_tensor
 from peer.proof import proven_outline
 from peer.source import resolve_model
-from peer.weights import Finals, load_span, move_buffers
+from peer.weights import load_span, move_buffers
 from routing.spans import Span
 from swarm.state import StateDir
 
@@ -104,20 +105,22 @@ def _random(config: PretrainedConfig, dtype: torch.dtype, device: torch.device |
     span = Span(0, len(plan.layers))
     names = plan.names(span)
     full = build_full(config, dtype, plan.way)
-    finals = Finals(plan.shapes, dict.fromkeys(names, dtype), device, names)
+    widens = dtype == torch.float32 and torch.device(device).type == "cpu" and can_widen(config, plan)
+    held = held_dtypes(full, dtype, torch.bfloat16 if widens else dtype)  # such models are published in bfloat16
+    finals = Finals(plan.shapes, held, device, names)
     generator = torch.Generator().manual_seed(0)
     block = torch.empty(_BLOCK).normal_(0.0, _STD, generator=generator)
-    block = block.to(device, torch.bfloat16).to(dtype)  # the same weights in every dtype
+    block = block.to(device, torch.bfloat16)  # the same weights in every dtype
     for name in names:
         final = finals.take(name)
         _fill(final, block)
         put_tensor(full, plan, name, final)
     move_buffers(full, device)
-    return SpanModel(full, span, plan)
+    return SpanModel(full, span, plan, dtype)
 
 
 def _theirs(ours: SpanModel) -> PreTrainedModel:
-    """transformers' own model, with the attention that it chooses, over the tensors of ours."""
+    """transformers' own model, with the attention that it chooses, over the tensors of ours where they are as wide."""
     plan = ours.outline
     theirs = build_whole(ours.config, attention=None)
     layers = f"{plan.layers_path}."
@@ -127,7 +130,7 @@ def _theirs(ours: SpanModel) -> PreTrainedModel:
             tensor = ours.layers[int(index)].get_parameter(rest)
         else:
             tensor = ours.shell.get_parameter(plan.ties.get(name, name))
-        put_tensor(theirs, plan, name, tensor.detach())
+        put_tensor(theirs, plan, name, tensor.detach().to(ours.dtype))
     theirs.config.dtype = ours.dtype
     move_buffers(theirs, ours.device)
     return theirs
@@ -151,6 +154,6 @@ def _read_per_token(model: SpanModel) -> int:
     return sum(parameter.nbytes for parameter in model.parameters()) - apart
 
 
-def save_random(name: str, dtype: torch.dtype, folder: Path) -> None:
-    """A checkpoint of random weights in that shape, as transformers lays it out, without a tokenizer."""
-    _theirs(_random(shape_config(name), dtype, "cpu")).save_pretrained(folder)
+def save_random(name: str, folder: Path) -> None:
+    """A checkpoint of random weights in that shape, in bfloat16, as transformers lays it out, without a tokenizer."""
+    _theirs(_random(shape_config(name), torch.bfloat16, "cpu")).save_pretrained(folder)

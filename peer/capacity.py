@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     import torch
 
     from peer.checkpoint import Checkpoint
+    from peer.weights import SpanPrices
 
 DEFAULT_CONTEXT = 4096  # positions a session may have, where the model allows more and nobody asked
 ACCELERATOR_SHARE = 0.9  # of free device memory: what remains covers fragmentation and the driver
@@ -104,7 +105,8 @@ class MemoryPlan:
     """What fits into `budget` bytes of one device.
 
     prices: bytes of a span's weights. sessions × context: tokens for whose KV there should be room; less is taken
-    where memory is short, but one session's context at least. chunk: tokens of a prefill step.
+    where memory is short, but one session's context at least. chunk: tokens of a prefill step. piece_bytes: of a matrix
+    that is widened, a piece at a time.
     """
 
     model: ModelShape
@@ -115,6 +117,7 @@ class MemoryPlan:
     context: int
     chunk: int
     on_host: bool = True
+    piece_bytes: int = 0
 
     @cached_property
     def sizes(self) -> KvSizes:
@@ -146,7 +149,7 @@ class MemoryPlan:
         rows = tokens * (8 * model.width + 4 * model.inner) * self.item_bytes
         masks = self.chunk * self.context * self.item_bytes + model.heads * self.context * 4
         logits = 3 * self.sessions * model.vocab * 4 if span.stop == model.layers else 0
-        return int(WORKSPACE_SLACK * (rows + masks)) + logits
+        return int(WORKSPACE_SLACK * (rows + masks)) + logits + self.piece_bytes
 
     def pass_tokens(self, span: Span) -> int:
         """Most tokens of prompts in one pass."""
@@ -484,6 +487,7 @@ def torch_dtype(name: str) -> torch.dtype:
 
 def plan_memory(
     checkpoint: Checkpoint,
+    prices: SpanPrices,
     *,
     device: str,
     dtype: str,
@@ -492,17 +496,18 @@ def plan_memory(
     context: int | None,
     chunk: int,
 ) -> MemoryPlan:
-    """What of this model fits into `budget` here. Raises ModelError or UsageError."""
-    from peer.weights import span_prices
+    """What of this model fits into `budget` here. prices: for that dtype and device. Raises UsageError."""
+    from peer.matrix import PIECE_BYTES
 
     config = checkpoint.config
     return MemoryPlan(
         model=model_shape(checkpoint),
-        prices=span_prices(checkpoint, torch_dtype(dtype)),
+        prices=prices,
         budget=budget,
         item_bytes=ITEM_BYTES[dtype],
         sessions=sessions,
         context=pick_context(context, getattr(config, "max_position_embeddings", None)),
         chunk=chunk,
         on_host=not device.startswith("cuda"),
+        piece_bytes=PIECE_BYTES if prices.matrices != torch_dtype(dtype) else 0,
     )

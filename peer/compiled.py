@@ -27,7 +27,8 @@ from peer.attention import Row
 from peer.pace import DECODE_TOKENS
 
 if TYPE_CHECKING:
-    from peer.fused import Layer, Matrix, Norm
+    from peer.fused import Layer, Norm
+    from peer.matrix import Matrix
     from peer.model import PackedStep
 
 log = logging.getLogger(__name__)
@@ -35,9 +36,16 @@ log = logging.getLogger(__name__)
 # Most tokens of a step, where layers are thin and where they are thick. Two cores with AMX, sessions of a token each,
 # parts of the time on torch's operations. SmolLM2 (3.5M weights in a layer): in float32 0.7 with 1, 16 and 32, 0.8 with
 # 64; in bfloat16 0.6, 0.8, 1.0 and 1.0. The 1B shape (61M): in float32 0.6 with 4, 0.9 with 16, 1.3 with 48; in
-# bfloat16 1.0 with 4, 1.2 with 8, 1.7 with 16, but where torch may not use AMX 0.35, 0.33 and 0.32.
-MOST_TOKENS = {torch.float32: (64, 24), torch.bfloat16: (24, 4)}
-WITHOUT_AMX = {torch.float32: (64, 24), torch.bfloat16: (24, 24)}
+# bfloat16 1.0 with 4, 1.2 with 8, 1.7 with 16, but where torch may not use AMX 0.35, 0.33 and 0.32. Where float32 is
+# computed with matrices in bfloat16, which torch is given a widened piece at a time (`matrix.py`): 0.4 with 16 and 0.9
+# with 64, thin and thick, 1.2 with 128 in thick layers.
+FLOAT32, BFLOAT16, WIDENED = (
+    (torch.float32, torch.float32),
+    (torch.bfloat16, torch.bfloat16),
+    (torch.bfloat16, torch.float32),
+)
+MOST_TOKENS = {FLOAT32: (64, 24), BFLOAT16: (24, 4), WIDENED: (64, 64)}
+WITHOUT_AMX = MOST_TOKENS | {BFLOAT16: (24, 24)}
 THICK = 16_000_000  # weights of a layer
 # Where a prompt's piece ends at most. With 16 tokens from position 60, 1,000 and 4,000 on: in float32 0.8, 1.0 and 1.1
 # of torch's time, in bfloat16 1.0, 1.5 and 2.5.
@@ -49,10 +57,11 @@ _ENTERED = threading.Lock()
 
 
 @cache
-def prepare(dtype: torch.dtype) -> ModuleType | None:
-    """The kernels, compiled for the dtype (a quarter of a minute once on a machine, then numba remembers). None, with a
-    line in the log, where that can't be."""
-    if dtype not in STORED:
+def prepare(dtype: torch.dtype, stored: torch.dtype | None = None) -> ModuleType | None:
+    """The kernels, compiled for a model that computes in `dtype` with matrices that are `stored` so (None: the same): a
+    quarter of a minute once on a machine, then numba remembers. None, with a line in the log, where that can't be."""
+    stored = stored or dtype
+    if not {dtype, stored} <= STORED.keys():
         return None
     try:
         from peer import kernels
@@ -60,23 +69,28 @@ def prepare(dtype: torch.dtype) -> ModuleType | None:
         kept = Path(kernels.run_layers.stats.cache_path)
         with FileLock(kept / "kernels.lock"), _ENTERED:  # of peers that start together one compiles
             try:
-                _warm(kernels, STORED[dtype])
+                _warm(kernels, STORED[stored], STORED[dtype])
             except Exception:  # what was kept is damaged, mostly
                 for file in kept.glob("kernels.*.nb[ic]"):
                     file.unlink(missing_ok=True)
-                _warm(kernels, STORED[dtype])
+                _warm(kernels, STORED[stored], STORED[dtype])
     except Exception as error:  # whatever it is, there is another way
-        reason = (str(error).splitlines() or ["no reason given"])[0]
-        log.warning(
-            "decoding runs on torch's own operations, more slowly: loops can't be compiled here (%s); they are kept "
-            "beside the program, or where NUMBA_CACHE_DIR says",
-            reason,
-        )
+        _tell((str(error).splitlines() or ["no reason given"])[0])
         return None
     return kernels
 
 
-def _warm(kernels: ModuleType, stored: Any) -> None:
+@cache
+def _tell(reason: str) -> None:
+    """Once, for however many dtypes."""
+    log.warning(
+        "decoding runs on torch's own operations, more slowly: loops can't be compiled here (%s); they are kept "
+        "beside the program, or where NUMBA_CACHE_DIR says",
+        reason,
+    )
+
+
+def _warm(kernels: ModuleType, stored: Any, kept: Any) -> None:
     """One token through one layer of nothing: whatever takes these types is compiled, or read from numba's cache."""
     dim = 4
     weights = np.zeros(1024, np.uint8)
@@ -85,12 +99,12 @@ def _warm(kernels: ModuleType, stored: Any) -> None:
     places = np.array([[[weights.ctypes.data, weights.ctypes.data, 1, 0, 0]]])
     scratch = _Scratch(1, dim, heads=1, kv_heads=1, dim=dim, inner=dim)
     x, turn, numbers = np.zeros((1, dim), np.float32), np.zeros((1, dim), np.float32), np.ones((1, 5), np.float32)
-    kernels.run_layers(stored, 1, layers, numbers, places, x, turn, turn, 1, 1, *scratch.of(1))
+    kernels.run_layers(stored, kept, 1, layers, numbers, places, x, turn, turn, 1, 1, *scratch.of(1))
     kernels.run_head(stored, 1, weights.ctypes.data, np.float32(1), weights.ctypes.data, 0, x, turn)
-    rows = np.zeros((1, 2 * dim), stored)
+    rows = np.zeros((1, 2 * dim), kept)
     kernels.norm_rows(1, rows, np.zeros(2 * dim, np.float32), np.float32(1), rows)
     kernels.turn_rows(1, rows.reshape(1, 2, dim), 1, 1, 0, np.float32(1), 0, np.float32(1), x, turn)
-    kernels.gate_rows(1, rows, np.zeros((1, dim), stored))
+    kernels.gate_rows(1, rows, np.zeros((1, dim), kept))
 
 
 class _Scratch:
@@ -107,14 +121,15 @@ class _Scratch:
 class CompiledSpan:
     """Layers, and a model's end, as `kernels.py` takes them. Their tensors are kept alive here. Made by `compiled`.
 
-    end: the norm and the head after the last layer, where the span has them.
+    end: the norm and the head after the last layer, where the span has them. dtype: what the model computes in.
     """
 
-    def __init__(self, kernels: ModuleType, layers: list[Layer], end: tuple[Norm, Matrix] | None) -> None:
+    def __init__(
+        self, kernels: ModuleType, layers: list[Layer], end: tuple[Norm, Matrix] | None, dtype: torch.dtype
+    ) -> None:
         self._kernels, self._kept = kernels, list[Tensor]()
         first = layers[0]
-        dtype = first.qkv.weight.dtype
-        self._dtype, self._stored, self._most = dtype, STORED[dtype], _most_tokens(first)
+        self._dtype, self._stored, self._most = dtype, STORED[first.qkv.weight.dtype], _most_tokens(first, dtype)
         self._heads, self._kv_heads, self._dim = first.heads, first.kv_heads, first.dim
         self._layers = np.array([self._addresses(layer) for layer in layers], np.int64)
         self._numbers = np.array([_numbers(layer) for layer in layers], np.float32)
@@ -170,8 +185,9 @@ class CompiledSpan:
             here = slice(start + first, start + first + at_once)
             with _ENTERED:
                 self._kernels.run_layers(
-                    self._stored, _threads(), self._layers[here], self._numbers[here], places[first : first + at_once],
-                    made.numpy(), *turns, self._heads, self._kv_heads, *self._scratch.of(n),
+                    self._stored, STORED[self._dtype], _threads(), self._layers[here], self._numbers[here],
+                    places[first : first + at_once], made.numpy(), *turns, self._heads, self._kv_heads,
+                    *self._scratch.of(n),
                 )  # fmt: skip
         return made.to(self._dtype)
 
@@ -180,6 +196,10 @@ class CompiledSpan:
         states = torch.from_numpy(self._scratch.of(n)[1].copy()).transpose(0, 1)[None]
         keys = self._heads + self._kv_heads
         return [states[:, : self._heads], states[:, self._heads : keys], states[:, keys:]]
+
+    def reads_out(self, n: int) -> bool:
+        """Whether so many tokens' logits are made here also where the layers were not."""
+        return n <= self._most
 
     def logits(self, x: Tensor) -> Tensor:
         """x: [m, width] after the last layer -> [m, vocab] float32."""
@@ -190,10 +210,11 @@ class CompiledSpan:
         return made
 
 
-def _most_tokens(layer: Layer) -> int:
+def _most_tokens(layer: Layer, dtype: torch.dtype) -> int:
     import llvmlite.binding as llvm
 
-    thin, thick = (MOST_TOKENS if llvm.get_host_cpu_features().get("amx-bf16") else WITHOUT_AMX)[layer.qkv.weight.dtype]
+    limits = MOST_TOKENS if llvm.get_host_cpu_features().get("amx-bf16") else WITHOUT_AMX
+    thin, thick = limits[layer.qkv.weight.dtype, dtype]
     weights = sum(matrix.weight.numel() for matrix in (layer.qkv, layer.out, layer.gate_up, layer.down))
     return thick if weights > THICK else thin
 
@@ -264,8 +285,10 @@ def _array(tensor: Tensor) -> npt.NDArray[Any]:
     return (tensor if tensor.dtype == torch.float32 else tensor.view(torch.uint16)).numpy()
 
 
-def compiled(layers: list[Layer], end: tuple[Norm, Matrix] | None) -> tuple[CompiledBetween, CompiledSpan] | None:
-    """None where this machine or this model's shape isn't one for it."""
+def compiled(
+    layers: list[Layer], end: tuple[Norm, Matrix] | None, dtype: torch.dtype
+) -> tuple[CompiledBetween, CompiledSpan] | None:
+    """For a model that computes in `dtype`. None where this machine or this model's shape isn't one for it."""
     first = layers[0].qkv.weight
     if first.device.type != "cpu" or layers[0].dim % 2 or any(layer.act is not F.silu for layer in layers):
         return None
@@ -279,8 +302,8 @@ def compiled(layers: list[Layer], end: tuple[Norm, Matrix] | None) -> tuple[Comp
         matrices.append(head)
     if not all(_can_be_read(matrix, first.dtype) for matrix in matrices):
         return None
-    kernels = prepare(first.dtype)
-    return None if kernels is None else (CompiledBetween(kernels), CompiledSpan(kernels, layers, end))
+    kernels = prepare(dtype, first.dtype)
+    return None if kernels is None else (CompiledBetween(kernels), CompiledSpan(kernels, layers, end, dtype))
 
 
 def _has_its_shapes(layer: Layer, width: int) -> bool:

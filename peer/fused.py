@@ -27,6 +27,7 @@ from transformers.activations import ACT2FN
 from peer.attention import Row, StepSlot, attend_rows
 from peer.compiled import CompiledBetween, CompiledSpan, compiled
 from peer.families import original_context
+from peer.matrix import LINEAR, Matrix
 from routing.spans import Span
 
 if TYPE_CHECKING:
@@ -49,25 +50,6 @@ UNLIKE = (AttributeError, IndexError, RuntimeError, TypeError, ValueError)
 class Norm:
     weight: Tensor
     eps: float
-
-
-@dataclass(frozen=True, slots=True)
-class Matrix:
-    """weight: [out, in]; bias: [out] or None."""
-
-    weight: Tensor
-    bias: Tensor | None
-
-    def into(self, x: Tensor, out: Tensor) -> Tensor:
-        """x: [n, in], out: [n, out]."""
-        if self.bias is None:
-            return torch.mm(x, self.weight.t(), out=out)
-        return torch.addmm(self.bias, x, self.weight.t(), out=out)
-
-    def added_to(self, sums: Tensor, x: Tensor) -> Tensor:
-        """sums: [n, out], to which the product with x: [n, in] is added in place."""
-        sums.addmm_(x, self.weight.t())
-        return sums if self.bias is None else sums.add_(self.bias)
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +203,12 @@ class FusedSpan:
                 self.slot.noted += self.compiled.attended(len(x))
             return x, None if wanted is None else self.compiled.logits(x[wanted])
         self._packed(step, x, cos, sin, wanted)
-        return x, None if wanted is None else self._head(self._norm(x[wanted])).float()
+        return x, None if wanted is None else self._logits(x[wanted])
+
+    def _logits(self, x: Tensor) -> Tensor:
+        if self.compiled is not None and self.compiled.reads_out(len(x)):
+            return self.compiled.logits(x)
+        return self._head(self._norm(x)).float()
 
     def _packed(self, step: PackedStep, x: Tensor, cos: Tensor, sin: Tensor, wanted: Tensor | None) -> None:
         """In place. Where the step ends the model, the last layer goes on with the `wanted` tokens only."""
@@ -274,23 +261,32 @@ def _ways(model: SpanModel, layers: list[Layer]) -> Iterator[list[FusedSpan]]:
 
 def _compiled(model: SpanModel, layers: list[Layer]) -> tuple[CompiledBetween, CompiledSpan] | None:
     if model.span.stop != model.layers_total:
-        return compiled(layers, None)
+        return compiled(layers, None, model.dtype)
     head = model.shell.get_output_embeddings()
     try:
-        return compiled(layers, (_norm(model.shell.base_model.norm), Matrix(head.weight, head.bias)))
+        return compiled(layers, (_norm(model.shell.base_model.norm), Matrix(head.weight, head.bias)), model.dtype)
     except UNLIKE:  # an end of another shape
         return None
 
 
+def is_known(layer: nn.Module) -> bool:
+    """Whether it has the parts of a layer shaped like Llama's, and no others."""
+    if _parts(layer) != LAYER_PARTS:
+        return False
+    attention, mlp = layer.self_attn, layer.mlp
+    norms = _parts(attention) & HEAD_NORMS
+    if set(_linears(attention) | _linears(mlp)) != ATTENTION_PARTS | MLP_PARTS or len(norms) == 1:
+        return False
+    return not (_parts(attention) - ATTENTION_PARTS - norms or _parts(mlp) - MLP_PARTS - {"act_fn"})
+
+
 def _read(layer: nn.Module, index: int) -> Layer | None:
-    """None where a part is missing, or there is one that isn't known here."""
+    """None where it isn't known here."""
+    if not is_known(layer):
+        return None
     attention, mlp = layer.self_attn, layer.mlp
     linear = _linears(attention) | _linears(mlp)
     norms = _parts(attention) & HEAD_NORMS
-    if _parts(layer) != LAYER_PARTS or set(linear) != ATTENTION_PARTS | MLP_PARTS or len(norms) == 1:
-        return None
-    if _parts(attention) - ATTENTION_PARTS - norms or _parts(mlp) - MLP_PARTS - {"act_fn"}:
-        return None
     qkv = _joined([linear[name] for name in ("q_proj", "k_proj", "v_proj")])
     gate_up = _joined([linear[name] for name in ("gate_proj", "up_proj")])
     if qkv is None or gate_up is None:
@@ -320,7 +316,7 @@ def _parts(module: nn.Module) -> set[str]:
 
 
 def _linears(module: nn.Module) -> dict[str, nn.Linear]:
-    return {name: child for name, child in module.named_children() if type(child) is nn.Linear}
+    return {name: child for name, child in module.named_children() if type(child) in LINEAR}
 
 
 def _norm(module: Any) -> Norm:

@@ -5,8 +5,9 @@ matrices are thin, for what lies between two products starts cold and takes as l
 weights stream by once for all tokens, a gate is applied where its rows were made, and Python isn't asked between.
 
 Only addresses and numbers come in (`compiled.py` makes them from the model's own tensors, without copies). What is
-bfloat16 lies in memory as such and is widened as it is read; all that is computed between is float32. What differs by
-dtype is chosen by numba as it compiles (`overload`): numpy's float32, or uint16 for bfloat16, which numpy doesn't have.
+bfloat16 lies in memory as such and is widened as it is read; all that is computed between is float32. So a model that
+computes in float32 may have its matrices in bfloat16. What differs by dtype is chosen by numba as it compiles
+(`overload`): numpy's float32, or uint16 for bfloat16, which numpy doesn't have.
 
 Tables of addresses hold 0 for what a model doesn't have. No bounds are checked here: whoever calls vouches for them.
 """
@@ -454,9 +455,10 @@ BEFORE_EPS, Q_EPS, K_EPS, BETWEEN_EPS, SCALING = range(5)
 
 @njit(nogil=True, cache=True, **LOOPS)
 def run_layers(
-    dtype, threads, layers, numbers, places, x, cos, sin, heads, kv_heads, normed, states, seen, gate_up, inner
+    stored, kept, threads, layers, numbers, places, x, cos, sin, heads, kv_heads, normed, states, seen, gate_up, inner
 ):
-    """x: float32 [m, width], changed in place to what comes out of the last layer.
+    """x: float32 [m, width], changed in place to what comes out of the last layer. stored: the matrices' dtype; kept:
+    that of keys and values.
 
     layers: int64 [layers, 12] and numbers: float32 [layers, 5], by the columns above. places: int64 [layers, m, 5]: the
     addresses of the keys and of the values of the token's session, how many positions each head has room for, and of
@@ -468,26 +470,26 @@ def run_layers(
     for index in range(layers.shape[0]):
         layer, number, here = layers[index], numbers[index], places[index]
         _norm(x, layer[BEFORE], number[BEFORE_EPS], normed)
-        _product(dtype, threads, layer[QKV], layer[QKV_BIAS], normed, flat, False)
+        _product(stored, threads, layer[QKV], layer[QKV_BIAS], normed, flat, False)
         if layer[Q_NORM]:
             _norm_heads(states[:, :heads], layer[Q_NORM], number[Q_EPS])
             _norm_heads(states[:, heads:turned], layer[K_NORM], number[K_EPS])
         _turn(states[:, :turned], cos, sin)
-        _keep(dtype, states[:, heads:turned], 0, here)
-        _keep(dtype, states[:, turned:], 1, here)
-        _attention(dtype, threads, states, heads, kv_heads, here, number[SCALING], seen)
-        _product(dtype, threads, layer[OUT], layer[OUT_BIAS], flat_seen, x, True)
+        _keep(kept, states[:, heads:turned], 0, here)
+        _keep(kept, states[:, turned:], 1, here)
+        _attention(kept, threads, states, heads, kv_heads, here, number[SCALING], seen)
+        _product(stored, threads, layer[OUT], layer[OUT_BIAS], flat_seen, x, True)
         _norm(x, layer[BETWEEN], number[BETWEEN_EPS], normed)
-        _gated(dtype, threads, layer[GATE_UP], layer[GATE_UP_BIAS], normed, gate_up, inner)
-        _product(dtype, threads, layer[DOWN], layer[DOWN_BIAS], inner, x, True)
+        _gated(stored, threads, layer[GATE_UP], layer[GATE_UP_BIAS], normed, gate_up, inner)
+        _product(stored, threads, layer[DOWN], layer[DOWN_BIAS], inner, x, True)
 
 
 @njit(nogil=True, cache=True, **LOOPS)
-def run_head(dtype, threads, norm, eps, weight, bias, x, logits):
+def run_head(stored, threads, norm, eps, weight, bias, x, logits):
     """logits: float32 [m, vocab], of x: [m, width] after the model's last norm."""
     normed = np.empty_like(x)
     _norm(x, norm, eps, normed)
-    _product(dtype, threads, weight, bias, normed, logits, False)
+    _product(stored, threads, weight, bias, normed, logits, False)
 
 
 # ---------------------------------------------------------------- between the products of long passes

@@ -27,6 +27,7 @@ from peer.cache import SessionCache
 from peer.families import Way, family, original_context
 from peer.fused import FusedSpan, fuse
 from peer.kv import REACH, Reach
+from peer.matrix import widen_as_read
 from peer.outline import Outline
 from peer.own_cache import PlacesCache, RowCache
 from peer.trial import accepted, cache_argument, inner_attribute
@@ -110,10 +111,10 @@ class _WantedRows(nn.Module):
 class SpanModel:
     """The claim's layers with memory behind them, callable over any sub-span. Not thread-safe: the engine's.
 
-    Made by `weights.load_span`.
+    Made by `weights.load_span`. dtype: what it computes in, of which matrices may be narrower (None: as they are).
     """
 
-    def __init__(self, full: PreTrainedModel, span: Span, plan: Outline) -> None:
+    def __init__(self, full: PreTrainedModel, span: Span, plan: Outline, dtype: torch.dtype | None = None) -> None:
         self.config, self.span, self.outline = full.config, span, plan
         self.layers_total = len(plan.layers)
         if not Span(0, self.layers_total).covers(span):
@@ -134,7 +135,8 @@ class SpanModel:
         self.shell = self._prune(full)
         self._views: dict[Span, PreTrainedModel] = {}
         parameter = next(self.layers[0].parameters())
-        self.dtype, self.device = parameter.dtype, parameter.device
+        self.dtype, self.device = dtype or parameter.dtype, parameter.device
+        widen_as_read(full, self.dtype)
         self.fused = fuse(self)
         self._views.clear()  # the trial's, of single layers
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
@@ -22,6 +23,7 @@ import torch
 import transformers
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.utils import logging
 
 from peer.attention import Row
 from peer.families import FAMILIES, TESTED_TRANSFORMERS, Way, family, refused
@@ -72,7 +74,7 @@ def _proven(asked: _Config) -> Outline:
         return outline(config, known.way)
     try:
         way = _shown_right(config, known.way)
-    except _CannotTry as error:
+    except CannotTry as error:
         if tested:  # nothing was measured against it
             return outline(config, known.way)
         raise refused(
@@ -82,7 +84,7 @@ def _proven(asked: _Config) -> Outline:
 
 
 def _shown_right(config: PretrainedConfig, way: Way | None) -> Way | None:
-    """The way in which a small model is right. Raises UnsupportedModel if there is none, or _CannotTry."""
+    """The way in which a small model is right. Raises UnsupportedModel if there is none, or CannotTry."""
     failures: list[str] = []
     for attention in ("eager", None):
         trial = _Trial.of(config, attention)
@@ -106,8 +108,17 @@ def _minor(version: str) -> tuple[int, int]:
     return int(major), int(minor)
 
 
-class _CannotTry(Exception):
+class CannotTry(Exception):
     """No small model of this shape runs, in transformers itself."""
+
+
+def small_model(config: PretrainedConfig, way: Way) -> tuple[PretrainedConfig, Outline, Mapping[str, Tensor]]:
+    """A small one of the config's shape: its own config, its outline run that way, and random weights for it.
+
+    Raises CannotTry, or UnsupportedModel.
+    """
+    trial = _Trial.of(config, "eager")
+    return trial.config, outline(trial.config, way), trial.weights
 
 
 # ---------------------------------------------------------------- a small model of the same shape
@@ -211,6 +222,17 @@ def _divisors(config: PretrainedConfig) -> Iterator[int]:
     yield 1
 
 
+@contextmanager
+def _nothing_said() -> Iterator[None]:
+    """By transformers, of a model that nobody will meet: a context shorter than a rotary scaling's original one."""
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+
+
 def random_weights(model: PreTrainedModel, plan: Outline, seed: int) -> dict[str, Tensor]:
     """For every tensor of a model: matrices that keep the scale of what goes through, vectors near 1 or 0."""
     source = torch.Generator().manual_seed(seed)
@@ -240,12 +262,13 @@ class _Trial:
 
     @staticmethod
     def of(config: PretrainedConfig, attention: str | None) -> _Trial:
-        """The smallest that transformers itself can run. Raises _CannotTry, or UnsupportedModel."""
+        """The smallest that transformers itself can run. Raises CannotTry, or UnsupportedModel."""
         fault: object = "it is too large"
         for divisor in _divisors(config):
             try:
-                small = shrunk(config, divisor)
-                whole = build_whole(small, attention)
+                with _nothing_said():
+                    small = shrunk(config, divisor)
+                    whole = build_whole(small, attention)
                 if sum(p.numel() for p in whole.parameters()) > MOST_PARAMETERS:
                     break  # and so are all that follow
                 return _Trial._run(small, whole)
@@ -253,7 +276,7 @@ class _Trial:
                 raise
             except Exception as error:  # the config of a shape that it can't be
                 fault = _line(error)
-        raise _CannotTry(fault)
+        raise CannotTry(fault)
 
     @staticmethod
     def _run(config: PretrainedConfig, whole: PreTrainedModel) -> _Trial:

@@ -24,7 +24,7 @@ import sys
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import swarm
 from peer.capacity import (
@@ -61,6 +61,9 @@ from swarm.node import Node
 from swarm.records import MAX_ADDRESSES, MAX_DEVICE_NAME, MAX_MODEL_NAME, MAX_NAME, Descriptor, Load
 from swarm.state import PeerDir, StateDir
 from swarm.transport import Transport
+
+if TYPE_CHECKING:
+    from peer.weights import SpanPrices
 
 log = logging.getLogger("swarm.service")
 
@@ -232,11 +235,12 @@ class PeerService:
         self.dtype = pick_dtype(options.dtype, self.device.device, stored)
         self.numerics = numerics_class(self.device.device, self.dtype, tf32=uses_tf32(self.device.device, self.dtype))
         self.threads = options.threads or physical_cores()
-        self._compile()  # takes memory that must not be counted as free
+        prices = self._prices()
         free = free_memory(self.device.device)
         budget = memory_budget(options.memory, self.device.device, free)
         self.plan = plan_memory(
             self.source,
+            prices,
             device=self.device.device,
             dtype=self.dtype,
             budget=budget,
@@ -252,17 +256,23 @@ class PeerService:
             self._say(
                 f"         {more} idle: start one more `swarm peer ... --device {self.device.idle[0]}` for each"
             )
-        layer = self.plan.prices(Span(self.source.layers // 2, self.source.layers // 2 + 1))
-        self._say(f"memory   {show(free)} free, {show(budget)} to use; {show(layer)} of weights per layer")
+        layer = prices(Span(self.source.layers // 2, self.source.layers // 2 + 1))
+        held = str(prices.matrices).removeprefix("torch.")
+        kept = f", kept in {held} as published" * (held != self.dtype)
+        self._say(f"memory   {show(free)} free, {show(budget)} to use; {show(layer)} of weights per layer{kept}")
 
-    def _compile(self) -> None:
-        import torch
-
+    def _prices(self) -> SpanPrices:
+        """What layers cost here. Compiles what will run them, which takes memory that must not be counted as free."""
         from peer.compiled import prepare
+        from peer.weights import span_prices
 
-        if self.device.device == "cpu":
-            self._progress("preparing loops for this machine", 0, 0)
-            prepare(getattr(torch, self.dtype))
+        dtype, device = torch_dtype(self.dtype), self.device.device
+        if device != "cpu":
+            return span_prices(self.source, dtype, device)
+        self._progress("preparing loops for this machine", 0, 0)
+        prices = span_prices(self.source, dtype, device)
+        prepare(dtype, prices.matrices)
+        return prices
 
     # ------------------------------------------------------------ claim
 

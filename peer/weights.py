@@ -8,7 +8,7 @@ How tensors are stored is the business of a `WeightFormat` (`_format`): `peer.sa
 
 from __future__ import annotations
 
-import re
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -18,12 +18,15 @@ from transformers import PreTrainedModel
 
 from peer.checkpoint import Checkpoint, Part, WeightFormat
 from peer.gguf_weights import GgufFormat
+from peer.held import Finals, held_dtypes, matrix_dtype
 from peer.model import SpanModel
 from peer.outline import Outline, build_full, put_tensor
 from peer.proof import proven_outline
 from peer.safetensors_weights import SafetensorsFormat
 from routing.spans import Span
 from swarm.errors import BrokenModel
+
+log = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]  # bytes so far, bytes in all (as they will lie in memory)
 
@@ -49,13 +52,14 @@ def span_tensors(checkpoint: Checkpoint, span: Span) -> list[str]:
 class SpanPrices:
     """Bytes of a model's parts once loaded, from the files' headers. Called with a span: its bytes.
 
-    shared: bytes of tied tensors, which a span with both ends holds once.
+    shared: bytes of tied tensors, which a span with both ends holds once. matrices: what they are held as.
     """
 
     layers: tuple[int, ...]
     before: int
     after: int
     shared: int
+    matrices: torch.dtype
 
     def __call__(self, span: Span) -> int:
         has_first, has_last = span.start == 0, span.stop == len(self.layers)
@@ -63,12 +67,12 @@ class SpanPrices:
         return sum(self.layers[span.start : span.stop]) + ends
 
 
-def span_prices(checkpoint: Checkpoint, dtype: torch.dtype) -> SpanPrices:
-    """What every span of the model costs as `dtype`. Raises BrokenModel if a tensor is missing."""
+def span_prices(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device | str = "cpu") -> SpanPrices:
+    """What every span of the model costs where it computes in `dtype`. Raises BrokenModel if a tensor is missing."""
     plan = proven_outline(checkpoint.config)
     sources = _format(checkpoint).sources(checkpoint, plan)
-
-    held = _dtypes(build_full(checkpoint.config, dtype, plan.way), dtype)
+    matrices = matrix_dtype(checkpoint, plan, sources, dtype, device)
+    held = held_dtypes(build_full(checkpoint.config, dtype, plan.way), dtype, matrices)
 
     def price(name: str) -> int:
         _parts(checkpoint, plan, sources, name)
@@ -80,6 +84,7 @@ def span_prices(checkpoint: Checkpoint, dtype: torch.dtype) -> SpanPrices:
         sum(map(price, plan.before)),
         sum(map(price, plan.after)),
         shared,
+        matrices,
     )
 
 
@@ -117,7 +122,8 @@ def load_span(
     full = build_full(checkpoint.config, dtype, plan.way)
     names = plan.names(span)
     parts = {name: _parts(checkpoint, plan, sources, name) for name in names}
-    held = _dtypes(full, dtype)
+    matrices = matrix_dtype(checkpoint, plan, sources, dtype, device)
+    held = held_dtypes(full, dtype, matrices)
     total, done = sum(prod(plan.shapes[name]) * held[name].itemsize for name in names), 0
     with form.open(checkpoint) as files:
         finals = Finals(plan.shapes, held, device, names)
@@ -130,70 +136,10 @@ def load_span(
             if progress is not None:
                 progress(done, total)
     move_buffers(full, device)
-    return SpanModel(full, span, plan)
-
-
-# Matrices that are applied to the same input, by the last parts of their names: `peer.fused` runs each group as one.
-TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-
-
-class Finals:
-    """The memory that the span's tensors end up in: each its own, but for those of a group, which lie one after the
-    other in one piece."""
-
-    def __init__(
-        self,
-        shapes: Mapping[str, Sequence[int]],
-        dtypes: Mapping[str, torch.dtype],
-        device: torch.device | str,
-        names: Sequence[str],
-    ) -> None:
-        self._shapes, self._dtypes, self._device = shapes, dtypes, device
-        self._names = frozenset(names)
-        self._waiting: dict[str, torch.Tensor] = {}  # parts of a piece that was taken already
-
-    def take(self, name: str) -> torch.Tensor:
-        """Its memory, not yet written. Once for each name."""
-        if name not in self._waiting:
-            self._make(self._group(name))
-        return self._waiting.pop(name)
-
-    def _group(self, name: str) -> list[str]:
-        """All that lie together with `name`, in their order."""
-        parent, _, rest = name.rpartition(".")
-        parent, _, part = parent.rpartition(".")
-        for parts in TOGETHER:
-            group = [f"{parent}.{each}.{rest}" for each in parts]
-            if part in parts and self._names.issuperset(group) and self._alike(group):
-                return group
-        return [name]
-
-    def _alike(self, group: Sequence[str]) -> bool:
-        return len({(self._dtypes[one], *self._shapes[one][1:]) for one in group}) == 1
-
-    def _make(self, group: Sequence[str]) -> None:
-        rows = [self._shapes[one][0] if self._shapes[one] else 1 for one in group]
-        shape = (sum(rows), *self._shapes[group[0]][1:]) if len(group) > 1 else self._shapes[group[0]]
-        piece = torch.empty(tuple(shape), dtype=self._dtypes[group[0]], device=self._device)
-        self._waiting |= zip(group, piece.split(rows) if len(group) > 1 else (piece,), strict=True)
-
-
-def _dtypes(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """What each tensor of `model`, which was built as `dtype`, is held as: as when transformers loads it.
-
-    A few families keep some (routers, mostly) in float32 whatever the rest is in: by patterns that are searched for
-    in the name, some of them in float16 only, or by giving the parameter a type of its own.
-    """
-    kept: set[str] = set()
-    if dtype in (torch.float16, torch.bfloat16):
-        kept |= set(model._keep_in_fp32_modules_strict or ())
-    if dtype == torch.float16:
-        kept |= set(model._keep_in_fp32_modules or ())
-    pattern = re.compile("|".join(sorted(part.replace("*", ".*") for part in kept)) or "$^")
-    return {
-        name: torch.float32 if pattern.search(name) else tensor.dtype
-        for name, tensor in model.state_dict().items()
-    }
+    model = SpanModel(full, span, plan, dtype)
+    if matrices != dtype and (model.fused is None or model.fused.compiled is None):
+        log.warning("layers %s run slowly: their matrices are widened for every token; try --dtype bfloat16", span)
+    return model
 
 
 def move_buffers(model: PreTrainedModel, device: torch.device | str) -> None:

@@ -196,12 +196,13 @@ def test_a_pass_over_the_whole_model_has_its_memory() -> None:
 
 def test_a_plan_for_a_real_checkpoint_uses_its_headers() -> None:
     checkpoint = MemoryCheckpoint(tiny_model("llama-tied"))
+    prices = span_prices(checkpoint, torch.bfloat16)
     made = plan_memory(
-        checkpoint, device="cpu", dtype="bfloat16", budget=10**9, sessions=2, context=None, chunk=16
+        checkpoint, prices, device="cpu", dtype="bfloat16", budget=10**9, sessions=2, context=None, chunk=16
     )
     checkpoint.close()
     assert made.context == 128 and made.kv_tokens(Span(0, LAYERS)) == 256
-    assert made.prices(Span(1, 3)) == span_prices(checkpoint, torch.bfloat16)(Span(1, 3))
+    assert made.prices is prices
     assert made.kv_bytes(1, Span(1, 3)) == 2 * 1 * (8 + 8) * 2  # 2 layers, one KV head, 8 + 8 numbers of 2 bytes
 
 

@@ -20,9 +20,10 @@ import peer
 from peer import compiled as module
 from peer import kernels
 from peer.attention import Row
-from peer.compiled import MOST_TOKENS, NEAR, compiled, prepare
-from peer.fused import TOLERANCE, Layer, Matrix, _read
+from peer.compiled import BFLOAT16, FLOAT32, MOST_TOKENS, NEAR, WIDENED, compiled, prepare
+from peer.fused import TOLERANCE, Layer, _read
 from peer.kv import Reach
+from peer.matrix import Matrix
 from peer.model import PackedStep, SpanModel
 from routing.spans import Span
 from tests.tiny import COMMON, loaded, random_model, tiny_config, tiny_model
@@ -30,9 +31,9 @@ from tests.tiny import COMMON, loaded, random_model, tiny_config, tiny_model
 torch.set_num_threads(1)
 
 
-def whole(family: str = "llama", dtype: torch.dtype = torch.float32) -> SpanModel:
+def whole(family: str = "llama", dtype: torch.dtype = torch.float32, stored: torch.dtype | None = None) -> SpanModel:
     model = tiny_model(family)
-    return loaded(model, Span(0, model.config.num_hidden_layers), dtype)
+    return loaded(model, Span(0, model.config.num_hidden_layers), dtype, stored)
 
 
 # ---------------------------------------------------------------- numbers
@@ -83,10 +84,11 @@ def test_a_head_of_any_size_is_the_product_after_the_norm(
 # ---------------------------------------------------------------- layers
 
 
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral-window"])
-def test_what_steps_of_any_kind_give_is_what_the_modules_give(family: str) -> None:
+def test_what_steps_of_any_kind_give_is_what_the_modules_give(family: str, stored: torch.dtype) -> None:
     """Prompts and single tokens of sessions of unlike lengths, together, over parts of the claim, through a window."""
-    model = whole(family)
+    model = whole(family, stored=stored)
     assert model.fused is not None and model.fused.compiled is not None
     ours, theirs = ([model.new_cache(60, span) for span in 3 * [model.span]] for _ in range(2))
     lengths, generator = [0, 0, 0], torch.Generator().manual_seed(1)
@@ -131,11 +133,11 @@ def test_texts_of_many_blocks_of_keys_are_seen_as_the_modules_see_them(window: i
         lengths = [length + n for length, n in zip(lengths, turn, strict=True)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_long_steps_and_prompts_far_into_a_text_are_torchs(dtype: torch.dtype) -> None:
-    model = whole(dtype=dtype)
+@pytest.mark.parametrize(("stored", "dtype"), [FLOAT32, BFLOAT16, WIDENED])
+def test_long_steps_and_prompts_far_into_a_text_are_torchs(stored: torch.dtype, dtype: torch.dtype) -> None:
+    model = whole(dtype=dtype, stored=stored)
     assert model.fused is not None and model.fused.compiled is not None
-    cache, most, near = model.new_cache(2000), MOST_TOKENS[dtype][0], NEAR[dtype]
+    cache, most, near = model.new_cache(2000), MOST_TOKENS[stored, dtype][0], NEAR[dtype]
     for rows, taken in (
         ([(1999, 1)], True),
         (most * [(1999, 1)], True),
@@ -155,7 +157,8 @@ def test_of_thick_layers_fewer_tokens_are_compiled(amx: bool, monkeypatch: pytes
     layer = _read(whole(dtype=torch.bfloat16).layers[0], 0)
     assert layer is not None
     thick = dataclasses.replace(layer, down=Matrix(torch.empty(1, 16_000_000, dtype=torch.bfloat16), None))
-    assert module._most_tokens(layer) == 24 and module._most_tokens(thick) == (4 if amx else 24)
+    assert module._most_tokens(layer, torch.bfloat16) == 24
+    assert module._most_tokens(thick, torch.bfloat16) == (4 if amx else 24)
 
 
 def test_steps_in_which_a_window_moves_are_torchs() -> None:
@@ -265,11 +268,11 @@ def test_every_matrix_may_have_a_bias(dtype: torch.dtype) -> None:
 def test_matrices_that_lie_otherwise_than_they_are_read_are_torchs() -> None:
     model = whole()
     layers = [_read(layer, index) for index, layer in enumerate(model.layers)]
-    assert None not in layers and compiled(layers, None) is not None
+    assert None not in layers and compiled(layers, None, torch.float32) is not None
     weight = layers[1].down.weight
     for other in (weight.bfloat16(), weight.t().contiguous().t(), torch.zeros(weight.shape[0], 47)):
         changed = dataclasses.replace(layers[1], down=Matrix(other, None))
-        assert compiled([layers[0], changed, *layers[2:]], None) is None
+        assert compiled([layers[0], changed, *layers[2:]], None, torch.float32) is None
 
 
 @pytest.mark.parametrize("part", ["qkv", "out", "gate_up", "down", "before", "between", "q_norm", "k_norm", "bias"])
@@ -277,15 +280,15 @@ def test_shapes_that_dont_belong_together_are_never_read(part: str) -> None:
     model = whole("qwen3")
     layers = [_read(layer, index) for index, layer in enumerate(model.layers)]
     layer = layers[2]
-    assert layer is not None and compiled(layers, None) is not None
+    assert layer is not None and compiled(layers, None, torch.float32) is not None
     if part == "bias":
         changed = dataclasses.replace(layer, out=dataclasses.replace(layer.out, bias=torch.zeros(30)))
     else:
         old = getattr(layer, part)
         shorter = dataclasses.replace(old, weight=old.weight[:-2].clone())
         changed = dataclasses.replace(layer, **{part: shorter})
-    assert compiled([*layers[:2], changed, *layers[3:]], None) is None
-    assert compiled(layers, (layer.q_norm, layer.out)) is None
+    assert compiled([*layers[:2], changed, *layers[3:]], None, torch.float32) is None
+    assert compiled(layers, (layer.q_norm, layer.out), torch.float32) is None
 
 
 @pytest.mark.parametrize("tokens", [1, 30])
@@ -318,10 +321,11 @@ def test_a_machine_that_can_not_compile_says_so_once_and_serves(
 ) -> None:
     monkeypatch.delattr(peer, "kernels")
     monkeypatch.setitem(sys.modules, "peer.kernels", None)  # as if what it imports weren't installed
-    prepare.cache_clear()
+    for remembered in (prepare, module._tell):
+        remembered.cache_clear()
     try:
         with caplog.at_level(logging.WARNING):
-            models = [whole(), whole()]
+            models = [whole(), whole(), whole(dtype=torch.bfloat16)]
     finally:
         prepare.cache_clear()
     assert all(model.fused is not None and model.fused.compiled is None for model in models)
@@ -337,7 +341,7 @@ def test_loops_that_were_kept_and_can_not_be_read_are_compiled_anew(
     for name in [*kept, "another.nbi"]:
         (tmp_path / name).touch()
 
-    def warm(kernels: object, stored: object) -> None:
+    def warm(*_: object) -> None:
         tries.append([name for name in kept if (tmp_path / name).exists()])
         if tries[-1]:
             raise EOFError("Ran out of input")

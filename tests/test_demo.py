@@ -14,12 +14,14 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 from peer.capacity import parse_memory, plan_memory
 from peer.checkpoint import no_progress
 from peer.demo import KILL_AFTER_TOKENS, PEERS, _prepared
 from peer.hop import HopConfig
 from peer.source import resolve_model
+from peer.weights import span_prices
 from routing.placement import Capacity, Claim, choose_span
 from routing.planner import coverage
 from swarm.errors import ModelError
@@ -35,6 +37,7 @@ def test_whatever_the_order_of_arrival_every_layer_has_two_peers(smollm2_file: P
     for name, memory in PEERS:
         plan = plan_memory(
             source,
+            span_prices(source, torch.float32),
             device="cpu",
             dtype="float32",
             budget=parse_memory(memory, ANY_FREE_BYTES),

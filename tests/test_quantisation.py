@@ -147,7 +147,7 @@ def test_a_span_is_priced_by_what_it_takes_once_it_is_dequantised(
             span
         )
     plan = plan_memory(
-        source, device="cpu", dtype=str(dtype)[6:], budget=1 << 30, sessions=1, context=64, chunk=8
+        source, prices, device="cpu", dtype=str(dtype)[6:], budget=1 << 30, sessions=1, context=64, chunk=8
     )
     assert plan.prices(Span(1, 4)) == prices(Span(1, 4))
     stored = sum(

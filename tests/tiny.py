@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import struct
 import tempfile
@@ -74,6 +75,13 @@ def random_model(config: PretrainedConfig, seed: int = 7, attention: str | None 
     return model.eval()
 
 
+def rounded(model: PreTrainedModel) -> PreTrainedModel:
+    """The same in float32, with numbers that bfloat16 has, as in models that are published in it. In place."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.bfloat16().float()
+    return model
+
+
 def read_headers(folder: Path) -> dict[str, TensorSpec]:
     """The tensors of all safetensors files in a folder."""
     specs = {}
@@ -98,20 +106,22 @@ class FolderCheckpoint:
 
 
 class MemoryCheckpoint(FolderCheckpoint):
-    """A model saved as transformers saves it, in a folder that `close` removes."""
+    """A model saved as transformers saves it, in a folder that `close` removes. stored: as what (None: as it is)."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, stored: torch.dtype | None = None) -> None:
         self._temporary = tempfile.TemporaryDirectory()
-        model.save_pretrained(self._temporary.name)
+        (model if stored is None else copy.deepcopy(model).to(stored)).save_pretrained(self._temporary.name)
         super().__init__(Path(self._temporary.name), model.config)
 
     def close(self) -> None:
         self._temporary.cleanup()
 
 
-def loaded(model: PreTrainedModel, span: Span, dtype: torch.dtype = torch.float32) -> SpanModel:
+def loaded(
+    model: PreTrainedModel, span: Span, dtype: torch.dtype = torch.float32, stored: torch.dtype | None = None
+) -> SpanModel:
     """These layers of it, as a peer loads them."""
-    checkpoint = MemoryCheckpoint(model)
+    checkpoint = MemoryCheckpoint(model, stored)
     try:
         return load_span(checkpoint, span, dtype)
     finally:
