@@ -496,7 +496,7 @@ def plan_memory(
     context: int | None,
     chunk: int,
 ) -> MemoryPlan:
-    """What of this model fits into `budget` here. prices: for that dtype and device. Raises UsageError."""
+    """What of this model fits into `budget` here, at these prices. Raises ModelError or UsageError."""
     from peer.matrix import PIECE_BYTES
 
     config = checkpoint.config
