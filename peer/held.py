@@ -22,9 +22,8 @@ from peer.fused import is_known
 from peer.matrix import widens
 from peer.model import SpanModel
 from peer.outline import Outline, build_full, put_tensor
-from peer.proof import CannotTry, small_model
+from peer.proof import small_model
 from routing.spans import Span
-from swarm.errors import UnsupportedModel
 
 # Matrices that are applied to the same input, by the last parts of their names: `peer.fused` runs each group as one.
 TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -106,13 +105,13 @@ def _runs_widening(asked: _Asked) -> bool:
         return False
     try:
         model = _small_span(asked.config, asked.plan)
-    except (CannotTry, UnsupportedModel):
+    except Exception:  # whatever a family's code says to a small one: there is another way
         return False
     return model.fused is not None and model.fused.compiled is not None
 
 
 def _small_span(config: PretrainedConfig, plan: Outline) -> SpanModel:
-    """All of a small random model of that shape, its matrices in bfloat16. Raises CannotTry."""
+    """All of a small random model of that shape, its matrices in bfloat16."""
     small, plan, weights = small_model(config, plan.way)
     full, names = build_full(small, torch.float32, plan.way), plan.names(Span(0, len(plan.layers)))
     finals = Finals(plan.shapes, held_dtypes(full, torch.float32, torch.bfloat16), "cpu", names)

@@ -7,6 +7,7 @@ for everything else, a piece of the matrix at a time is widened into memory that
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -50,11 +51,23 @@ class Matrix:
         """Runs of rows, each until the next one is asked for, and where in the output they belong."""
         rows, width = self.weight.shape
         step = max(1, min(PIECE_ROWS, PIECE_BYTES // (width * dtype.itemsize)))
-        room = torch.empty(min(step, rows), width, dtype=dtype, device=self.weight.device)
+        room = _room(min(step, rows) * width, dtype).view(-1, width)
         for start in range(0, rows, step):
             part = slice(start, min(start + step, rows))
             weight = room[: part.stop - start].copy_(self.weight[part])
             yield part, Matrix(weight, None if self.bias is None else self.bias[part])
+
+
+_rooms = threading.local()
+
+
+def _room(count: int, dtype: torch.dtype) -> Tensor:
+    """[count], the same memory for all products of a thread: new memory each time would cost as much as the widening."""
+    room: Tensor | None = getattr(_rooms, "last", None)
+    if room is None or len(room) < count or room.dtype != dtype:
+        with torch.inference_mode(False):  # so that it can be written in that mode and outside of it
+            room = _rooms.last = torch.empty(count, dtype=dtype)
+    return room[:count]
 
 
 class WideningLinear(nn.Linear):

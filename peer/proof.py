@@ -74,7 +74,7 @@ def _proven(asked: _Config) -> Outline:
         return outline(config, known.way)
     try:
         way = _shown_right(config, known.way)
-    except CannotTry as error:
+    except _CannotTry as error:
         if tested:  # nothing was measured against it
             return outline(config, known.way)
         raise refused(
@@ -84,7 +84,7 @@ def _proven(asked: _Config) -> Outline:
 
 
 def _shown_right(config: PretrainedConfig, way: Way | None) -> Way | None:
-    """The way in which a small model is right. Raises UnsupportedModel if there is none, or CannotTry."""
+    """The way in which a small model is right. Raises UnsupportedModel if there is none, or _CannotTry."""
     failures: list[str] = []
     for attention in ("eager", None):
         trial = _Trial.of(config, attention)
@@ -108,14 +108,14 @@ def _minor(version: str) -> tuple[int, int]:
     return int(major), int(minor)
 
 
-class CannotTry(Exception):
+class _CannotTry(Exception):
     """No small model of this shape runs, in transformers itself."""
 
 
 def small_model(config: PretrainedConfig, way: Way) -> tuple[PretrainedConfig, Outline, Mapping[str, Tensor]]:
     """A small one of the config's shape: its own config, its outline run that way, and random weights for it.
 
-    Raises CannotTry, or UnsupportedModel.
+    Raises what a family's code raises that can't be so small.
     """
     trial = _Trial.of(config, "eager")
     return trial.config, outline(trial.config, way), trial.weights
@@ -262,7 +262,7 @@ class _Trial:
 
     @staticmethod
     def of(config: PretrainedConfig, attention: str | None) -> _Trial:
-        """The smallest that transformers itself can run. Raises CannotTry, or UnsupportedModel."""
+        """The smallest that transformers itself can run. Raises _CannotTry, or UnsupportedModel."""
         fault: object = "it is too large"
         for divisor in _divisors(config):
             try:
@@ -276,7 +276,7 @@ class _Trial:
                 raise
             except Exception as error:  # the config of a shape that it can't be
                 fault = _line(error)
-        raise CannotTry(fault)
+        raise _CannotTry(fault)
 
     @staticmethod
     def _run(config: PretrainedConfig, whole: PreTrainedModel) -> _Trial:

@@ -80,11 +80,19 @@ def test_a_target_is_a_floor_or_a_ceiling(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_both_models_are_over_the_same_weights() -> None:
-    both = load("tiny", torch.float32)
+    both = load("tiny", torch.bfloat16)
     ours, theirs = both.ours.parameters(), both.theirs.parameters()
     assert {one.data_ptr() for one in ours} == {one.data_ptr() for one in theirs}
     unread = both.theirs.get_input_embeddings().weight.nbytes  # untied: one row of it is read, the head is another
     assert both.weight_bytes == sum(one.nbytes for one in both.theirs.parameters()) - unread
+
+
+def test_in_float32_ours_holds_the_same_weights_in_bfloat16() -> None:
+    both = load("tiny", torch.float32)
+    ours, theirs = both.ours.shell.get_output_embeddings().weight, both.theirs.get_output_embeddings().weight
+    assert (ours.dtype, theirs.dtype) == (torch.bfloat16, torch.float32) and torch.equal(ours.float(), theirs)
+    read = {one for one in both.theirs.parameters() if one is not both.theirs.get_input_embeddings().weight}
+    assert both.weight_bytes == sum(one.numel() * (2 if one.ndim > 1 else 4) for one in read)
 
 
 @pytest.fixture

@@ -27,13 +27,15 @@ Tensors = dict[str, tuple[str, tuple[int, ...]]]  # name -> safetensors' dtype, 
 
 
 class Case(NamedTuple):
-    """config: of transformers; in a GGUF file (is_gguf) its metadata, after the architecture's name."""
+    """config: of transformers; in a GGUF file (is_gguf) its metadata, after the architecture's name. kept: matrices stay
+    in the bfloat16 that they are published in."""
 
     config: dict[str, Any]
     tensors: Tensors
     dtype: str = "float32"
     layers: tuple[int, int] = (1, 2)
     is_gguf: bool = False
+    kept: bool = False
 
 
 def llama(vocab: int = 64, width: int = 1536, inner: int = 6144) -> Case:
@@ -51,6 +53,12 @@ def llama(vocab: int = 64, width: int = 1536, inner: int = 6144) -> Case:
         "num_attention_heads": 12,
     }
     return Case({**config, "vocab_size": vocab}, tensors | ends(vocab, width))
+
+
+def widened() -> Case:
+    """With one matrix in float32, so that all will be."""
+    case = llama()
+    return case._replace(tensors=case.tensors | {"lm_head.weight": ("F32", (64, 1536))})
 
 
 def mixtral() -> Case:
@@ -228,13 +236,14 @@ def write_sparse(directory: Path, case: Case) -> Path:
 
 def beyond_memory() -> Case:
     """Each of the two files is twice as large as this machine's memory; the span lies behind the embedding."""
-    return llama(vocab=2 * psutil.virtual_memory().total // (1536 * 2))
+    return llama(vocab=2 * psutil.virtual_memory().total // (1536 * 2))._replace(layers=(1, 3), kept=True)
 
 
 CASES: Mapping[str, Case] = {
-    "bfloat16 to float32": llama(),
+    "bfloat16 to float32": widened(),
+    "bfloat16 for float32": llama()._replace(layers=(1, 3), kept=True),
     "bfloat16 as it is": llama()._replace(dtype="bfloat16", layers=(1, 3)),
-    "a large embedding": llama(vocab=48 << 10, width=768, inner=768)._replace(layers=(0, 1)),
+    "a large embedding": llama(vocab=96 << 10, width=768, inner=768)._replace(layers=(0, 1), kept=True),
     "merged experts": mixtral(),
     "experts in fp8": deepseek_v3(),
     "large matrices in fp8": deepseek_v3()._replace(layers=(0, 1)),
@@ -276,7 +285,8 @@ def span_bytes(case: Case) -> int:
     layers += ("model.embed_tokens.", "token_embd.") if case.layers[0] == 0 else ()
     for name, (_, shape) in case.tensors.items():
         if name.startswith(layers) and "scale" not in name:
-            total += math.prod(shape) * (2 if name.endswith("_blocks") else 1) * item
+            narrow = case.kept and len(shape) > 1
+            total += math.prod(shape) * (2 if name.endswith("_blocks") else 1) * (2 if narrow else item)
     return total
 
 
