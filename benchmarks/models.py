@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, PretrainedConfig, PreTrainedModel
 
-from peer.held import Finals, can_widen, held_dtypes
+from peer.held import assembled, can_widen, held_dtypes, move_buffers
 from peer.model import SpanModel
 from peer.outline import build_full, build_whole, put_tensor
 from peer.proof import proven_outline
 from peer.source import resolve_model
-from peer.weights import load_span, move_buffers
+from peer.weights import load_span
 from routing.spans import Span
 from swarm.state import StateDir
 
@@ -101,22 +101,16 @@ def _real(dtype: torch.dtype) -> SpanModel:
 
 
 def _random(config: PretrainedConfig, dtype: torch.dtype, device: torch.device | str) -> SpanModel:
+    """Held as it would be if it were published in bfloat16, as such models are."""
     plan = proven_outline(config)
-    span = Span(0, len(plan.layers))
-    names = plan.names(span)
     full = build_full(config, dtype, plan.way)
-    widens = dtype == torch.float32 and torch.device(device).type == "cpu" and can_widen(config, plan)
-    held = held_dtypes(full, dtype, torch.bfloat16 if widens else dtype)  # such models are published in bfloat16
-    finals = Finals(plan.shapes, held, device, names)
+    widens = dtype == torch.float32 and torch.device(device).type == "cpu" and can_widen(config, full, plan)
+    held = held_dtypes(full, dtype, torch.bfloat16 if widens else dtype)
     generator = torch.Generator().manual_seed(0)
     block = torch.empty(_BLOCK).normal_(0.0, _STD, generator=generator)
     block = block.to(device, torch.bfloat16)  # the same weights in every dtype
-    for name in names:
-        final = finals.take(name)
-        _fill(final, block)
-        put_tensor(full, plan, name, final)
-    move_buffers(full, device)
-    return SpanModel(full, span, plan, dtype)
+    span = Span(0, len(plan.layers))
+    return assembled(full, span, plan, held, dtype, device, lambda _, final: _fill(final, block))
 
 
 def _theirs(ours: SpanModel) -> PreTrainedModel:

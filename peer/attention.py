@@ -185,17 +185,17 @@ def _mask(slot: StepSlot, n: int, m: int, kv: LayerKV, like: Tensor) -> Tensor:
     """Additive [n, m]: query i is at key m - n + i and sees what `kv` says; key 0 is what query 0 sees first.
 
     Made once a step, and where only the distance counts, cut from the end of the largest: a long pass has one, not one
-    for each of its slices and sessions.
+    for each of its slices and sessions. Kernels elsewhere than on a CPU want it aligned, so there are several.
     """
-    kind = (kv.window, n, m) if kv.chunked else (kv.window,)
+    exact = kv.chunked or like.device.type != "cpu"
+    kind = (kv.window, n, m) if exact else (kv.window,)
     made = slot.masks.pop(kind, None)
     if made is None or made.shape[0] < n or made.shape[1] < m:
         rows, columns = (n, m) if made is None else (max(n, made.shape[0]), max(m, made.shape[1]))
         del made  # before there is another
         made = _make_mask(rows, columns, kv, like)
     slot.masks[kind] = made
-    cut = made[made.shape[0] - n :, made.shape[1] - m :]
-    return cut if like.device.type == "cpu" else cut.contiguous()  # kernels there want it aligned
+    return made[made.shape[0] - n :, made.shape[1] - m :]
 
 
 def _make_mask(n: int, m: int, kv: LayerKV, like: Tensor) -> Tensor:

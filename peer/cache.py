@@ -187,23 +187,18 @@ class LayerStore:
         of which are the new ones and the first is what the first of those sees first. Views: read before the
         next `write`.
         """
-        first, stop = self.make_room(position, key.shape[2]), position + key.shape[2]
+        first, stop = self.kv.first_seen(position), position + key.shape[2]
+        self.make_room(position, key.shape[2])
         begin, end = position - self.base, stop - self.base
         self.keys[:, :, begin:end] = key
         self.values[:, :, begin:end] = value
         return self.keys[:, :, first - self.base : end], self.values[:, :, first - self.base : end]
 
-    def make_room(self, position: int, tokens: int) -> int:
-        """For new positions, which are written next; the first that the first of them attends to."""
+    def make_room(self, position: int, tokens: int) -> None:
+        """For so many new positions, at most a chunk, which then are written without letting go of anything."""
         first = self.kv.first_seen(position)
         assert first >= self.base, f"position {first} is attended to, but what lies before {self.base} is gone"
         if position + tokens - self.base > self.room:
-            self._slide(position)
-        return first
-
-    def make_way(self, position: int, tokens: int) -> None:
-        """So that a step of so many tokens at `position`, at most a chunk, is written without letting go of more."""
-        if position + tokens - self.base > self.room and self.kv.window is not None:
             self._slide(position)
 
     def _slide(self, position: int) -> None:
@@ -273,17 +268,21 @@ class SessionCache:
 
     def places(self, span: Span, position: int, tokens: int) -> IntArray:
         """Where the layers of `span`, a part of this one's, have new positions that are written next, no more than a
-        `Reach`'s chunk: int64 [layers, tokens, 5], as `kernels.run_layers` says. On a CPU."""
+        `Reach`'s chunk: int64 [layers, tokens, 5], as `kernels.run_layers` says. On a CPU. Raises ValueError for what
+        would be read or written outside of them."""
         part = slice(span.start - self.span.start, span.stop - self.span.start)
         made = np.empty((len(span), tokens, 5), np.int64)
         made[:, :, :3] = self._stores()[part, None]
         made[:, :, 3], made[:, :, 4] = 0, np.arange(position, position + tokens)
         if self.chunk is not None:
             for layer, rows in zip(self.layers[part], made, strict=True):
+                if layer.kv.window is None:
+                    continue
                 layer.make_room(position, tokens)
                 rows[:, 3] = [layer.kv.first_seen(p) - layer.base for p in range(position, position + tokens)]
                 rows[:, 4] -= layer.base
-        assert (made[:, -1, 4] < made[:, -1, 2]).all(), "what has no room would be written over something else"
+        if (made[:, -1, 4] >= made[:, -1, 2]).any() or (made[:, 0, 3:] < 0).any():
+            raise ValueError(f"positions {position} to {position + tokens - 1} have no room, or see what is gone")
         return made
 
     def _stores(self) -> IntArray:
@@ -332,7 +331,8 @@ class SessionCache:
             self._room, self._known = self.reserved, None
         if self.chunk is not None:
             for layer in self.layers:
-                layer.make_way(position, min(tokens, self.chunk))
+                if layer.kv.window is not None:
+                    layer.make_room(position, min(tokens, self.chunk))
 
     def finish(self, length: int) -> None:
         """The step's layers are all written: positions up to `length` count from now on."""

@@ -509,5 +509,5 @@ def plan_memory(
         context=pick_context(context, getattr(config, "max_position_embeddings", None)),
         chunk=chunk,
         on_host=not device.startswith("cuda"),
-        piece_bytes=PIECE_BYTES if prices.matrices != torch_dtype(dtype) else 0,
+        piece_bytes=PIECE_BYTES if prices.weight_dtype != torch_dtype(dtype) else 0,
     )

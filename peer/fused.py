@@ -14,8 +14,6 @@ transformers' own modules give (`matches`); otherwise all of it runs on those, a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -25,13 +23,13 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
 from peer.attention import Row, StepSlot, attend_rows
-from peer.compiled import CompiledBetween, CompiledSpan, compiled
+from peer.compiled import CompiledSpan, compile_span
 from peer.families import original_context
 from peer.matrix import LINEAR, Matrix
 from routing.spans import Span
 
 if TYPE_CHECKING:
-    from peer.model import PackedStep, SpanModel, StepOutput
+    from peer.model import PackedStep, SpanModel
 
 LAYER_PARTS = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
 ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj"}
@@ -48,7 +46,10 @@ UNLIKE = (AttributeError, IndexError, RuntimeError, TypeError, ValueError)
 
 @dataclass(frozen=True, slots=True)
 class Norm:
+    """weight: [n]; wide: the same in float32."""
+
     weight: Tensor
+    wide: Tensor
     eps: float
 
 
@@ -61,12 +62,12 @@ class Layer:
     kv_heads: int
     dim: int
     scaling: float
-    before: Norm
+    attention_norm: Norm
     qkv: Matrix
     q_norm: Norm | None
     k_norm: Norm | None
     out: Matrix
-    between: Norm
+    mlp_norm: Norm
     gate_up: Matrix
     act: Any
     down: Matrix
@@ -75,45 +76,54 @@ class Layer:
     def sizes(self) -> tuple[int, ...]:
         return self.heads, self.kv_heads, self.dim, self.gate_up.weight.shape[0]
 
-    def __call__(self, x: Tensor, turns: Any, slot: StepSlot, room: _Room, wanted: Tensor | None = None) -> Tensor:
-        """x: [n, width], changed in place. turns: the tokens' rotary positions, as `between` has them. Returns x.
+    def __call__(
+        self, x: Tensor, rotary: Any, slot: StepSlot, rows: Rows, room: _Room, wanted: Tensor | None = None
+    ) -> Tensor:
+        """x: [n, width], changed in place. rotary: the tokens' positions, as `rows` has them. Returns x.
 
         wanted: indices of m tokens, the last ones of their rows, with which it goes on (None: all). Of the others only
         keys and values are made. x is left then, and what is returned is [m, width].
         """
-        n, split, ops = x.shape[0], self.heads + self.kv_heads, room.between
-        states = self.qkv.into(ops.norm(self.before, x, room.normed), room.states).view(n, -1, self.dim)
+        split = self.heads + self.kv_heads
+        states = self.qkv.into(rows.norm(self.attention_norm, x, room.normed), room.states).view(len(x), -1, self.dim)
         value = states[:, split:].transpose(0, 1)[None]
-        turned = ops.turn(self, states, turns, room).transpose(0, 1)[None]
-        query, key, asking = turned[:, : self.heads], turned[:, self.heads :], None
-        if wanted is not None:
-            x, query, room, asking = x[wanted], query[:, :, wanted], room.of(len(wanted)), [r.logits for r in slot.rows]
-        seen = attend_rows(slot, self.index, query, key, value, self.scaling, asking=asking)
+        rotated = rows.rotate(self, states, rotary, room.rotated).transpose(0, 1)[None]
+        query, key = rotated[:, : self.heads], rotated[:, self.heads :]
+        if wanted is None:
+            seen = attend_rows(slot, self.index, query, key, value, self.scaling)
+            return self._rest(x, seen, rows, room)
+        asking = [row.logits for row in slot.rows]
+        seen = attend_rows(slot, self.index, query[:, :, wanted], key, value, self.scaling, asking=asking)
+        return self._rest(x[wanted], seen, rows, room.of(len(wanted))) if len(wanted) else x[wanted]
+
+    def _rest(self, x: Tensor, seen: Tensor, rows: Rows, room: _Room) -> Tensor:
+        """What follows attention, in place. x: [n, width]; seen: [1, n, heads, dim]."""
         self.out.added_to(x, seen.reshape(len(x), self.heads * self.dim))
-        gate_up = self.gate_up.into(ops.norm(self.between, x, room.normed), room.gate_up)
-        return self.down.added_to(x, ops.gate(self, gate_up, room.inner))
+        gate_up = self.gate_up.into(rows.norm(self.mlp_norm, x, room.normed), room.gate_up)
+        return self.down.added_to(x, rows.gate(self, gate_up, room.inner))
 
 
-class Between(Protocol):
-    """What lies between a layer's products. n tokens; everything is of the model's dtype, and `out` is returned."""
+class Rows(Protocol):
+    """What is done to each token's row between a layer's products. n tokens; everything is of the model's dtype, and
+    where there is an `out`, it may be used for what is returned."""
 
-    def turns(self, cos: Tensor, sin: Tensor) -> Any:
-        """cos, sin: [n, dim] of the rotary table -> as `turn` takes them."""
+    def rotary(self, cos: Tensor, sin: Tensor) -> Any:
+        """cos, sin: [n, dim] of the rotary table -> as `rotate` takes them."""
 
     def norm(self, norm: Norm, x: Tensor, out: Tensor) -> Tensor:
         """x, out: [n, width]."""
 
-    def turn(self, layer: Layer, states: Tensor, turns: Any, room: _Room) -> Tensor:
+    def rotate(self, layer: Layer, states: Tensor, rotary: Any, out: Tensor) -> Tensor:
         """states: [n, heads + 2 kv_heads, dim] -> queries and keys at their positions, [n, heads + kv_heads, dim]."""
 
     def gate(self, layer: Layer, gate_up: Tensor, out: Tensor) -> Tensor:
         """gate_up: [n, 2 inner]; out: [n, inner]."""
 
 
-class TorchBetween:
+class TorchRows:
     """In torch's operations."""
 
-    def turns(self, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    def rotary(self, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """[n, 1, dim], the sine with its first half negated."""
         half = cos.shape[-1] // 2
         return cos[:, None], torch.cat([-sin[:, None, :half], sin[:, None, half:]], -1)
@@ -125,17 +135,17 @@ class TorchBetween:
         scale = squares.div_(x.shape[-1]).add_(norm.eps).rsqrt_()
         return torch.mul(x, scale, out=out).mul_(norm.weight)
 
-    def turn(self, layer: Layer, states: Tensor, turns: tuple[Tensor, Tensor], room: _Room) -> Tensor:
-        heads, dim, (cos, sin) = layer.heads, layer.dim, turns
+    def rotate(self, layer: Layer, states: Tensor, rotary: tuple[Tensor, Tensor], out: Tensor) -> Tensor:
+        heads, dim, (cos, sin) = layer.heads, layer.dim, rotary
         made, half = states[:, : heads + layer.kv_heads], dim // 2
         if layer.q_norm is not None and layer.k_norm is not None:
             parts = [(made[:, :heads], layer.q_norm), (made[:, heads:], layer.k_norm)]
             made = torch.cat([F.rms_norm(part, (dim,), norm.weight, norm.eps) for part, norm in parts], 1)
         # rotary positions, arXiv:2104.09864: the second half of each head stands for the imaginary part
-        turned = torch.mul(made, cos, out=room.turned)
-        turned[..., :half].addcmul_(made[..., half:], sin[..., :half])
-        turned[..., half:].addcmul_(made[..., :half], sin[..., half:])
-        return turned
+        rotated = torch.mul(made, cos, out=out)
+        rotated[..., :half].addcmul_(made[..., half:], sin[..., :half])
+        rotated[..., half:].addcmul_(made[..., :half], sin[..., half:])
+        return rotated
 
     def gate(self, layer: Layer, gate_up: Tensor, out: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, -1)
@@ -143,15 +153,15 @@ class TorchBetween:
 
 
 class _Room:
-    """How the layers of a pass of n tokens do what lies between their products, and where they put what they make:
-    memory that is new each time costs as much as an operation. Nothing in it outlives a layer."""
+    """Where the layers of a pass of n tokens put what lies between their products: memory that is new each time costs
+    as much as an operation. Nothing in it outlives a layer."""
 
-    def __init__(self, between: Between, parts: list[Tensor]) -> None:
-        self.between, self._parts = between, parts
-        self.normed, self.states, self.turned, self.gate_up, self.inner = parts
+    def __init__(self, parts: list[Tensor]) -> None:
+        self._parts = parts
+        self.normed, self.states, self.rotated, self.gate_up, self.inner = parts
 
     @classmethod
-    def make(cls, between: Between, layer: Layer, tokens: int, like: Tensor) -> _Room:
+    def make(cls, layer: Layer, tokens: int, like: Tensor) -> _Room:
         shapes = [
             (like.shape[-1],),
             (layer.qkv.weight.shape[0],),
@@ -159,12 +169,11 @@ class _Room:
             (layer.gate_up.weight.shape[0],),
             (layer.down.weight.shape[1],),
         ]
-        made = [torch.empty(tokens, *shape, dtype=like.dtype, device=like.device) for shape in shapes]
-        return cls(between, made)
+        return cls([torch.empty(tokens, *shape, dtype=like.dtype, device=like.device) for shape in shapes])
 
     def of(self, tokens: int) -> _Room:
         """Of no more tokens than there is room for."""
-        return _Room(self.between, [part[:tokens] for part in self._parts])
+        return _Room([part[:tokens] for part in self._parts])
 
 
 class FusedSpan:
@@ -174,9 +183,9 @@ class FusedSpan:
     """
 
     def __init__(
-        self, model: SpanModel, layers: list[Layer], between: Between, compiled: CompiledSpan | None = None
+        self, model: SpanModel, layers: list[Layer], rows: Rows, compiled: CompiledSpan | None = None
     ) -> None:
-        self._layers, self._between, self.compiled = layers, between, compiled
+        self._layers, self._rows, self.compiled = layers, rows, compiled
         self._first, self._total = model.span.start, model.layers_total
         self.slot, self._device, self._dtype = StepSlot(), model.device, model.dtype
         base = model.shell.base_model
@@ -206,7 +215,7 @@ class FusedSpan:
         return x, None if wanted is None else self._logits(x[wanted])
 
     def _logits(self, x: Tensor) -> Tensor:
-        if self.compiled is not None and self.compiled.reads_out(len(x)):
+        if self.compiled is not None and self.compiled.takes_logits(len(x)):
             return self.compiled.logits(x)
         return self._head(self._norm(x)).float()
 
@@ -216,16 +225,16 @@ class FusedSpan:
         some = None
         if step.span.stop == self._total and (wanted is None or len(wanted) < len(x)):
             some = torch.empty(0, dtype=torch.long, device=x.device) if wanted is None else wanted
-        room, turns = _Room.make(self._between, layers[0], len(x), x), self._between.turns(cos, sin)
+        room, rotary = _Room.make(layers[0], len(x), x), self._rows.rotary(cos, sin)
         try:
             for number, layer in enumerate(layers):
                 if number and step.between is not None:
                     step.between()
                 self.slot.rows = step.rows  # others may have run since
                 if layer is not layers[-1] or some is None:
-                    layer(x, turns, self.slot, room)
+                    layer(x, rotary, self.slot, self._rows, room)
                 else:
-                    x[some] = layer(x, turns, self.slot, room, some)
+                    x[some] = layer(x, rotary, self.slot, self._rows, room, some)
         finally:
             self.slot.clear()
 
@@ -235,38 +244,40 @@ class FusedSpan:
 
 def fuse(model: SpanModel) -> FusedSpan | None:
     """The model's claim, if all of it has the shape and gives the same numbers; None otherwise."""
+    if not model.packs or original_context(model.config) is not None:
+        return None
     try:
         layers = [_read(layer, model.span.start + i) for i, layer in enumerate(model.layers)]
-        if not model.packs or original_context(model.config) is not None or None in layers:
-            return None
-        alike = [layer for layer in layers if layer is not None]
-        if len({layer.sizes for layer in alike}) > 1:  # they share their room
-            return None
-        for ways in _ways(model, alike):
-            if all(matches(model, way) for way in ways):
-                return ways[-1]
+        plain = FusedSpan(model, layers, TorchRows())
     except UNLIKE:
         return None
+    if len({layer.sizes for layer in layers}) > 1:  # they share their room
+        return None
+    for ways in (_compiled(model, layers), [plain]):
+        if ways and matches(model, ways):
+            return ways[-1]
     return None
 
 
-def _ways(model: SpanModel, layers: list[Layer]) -> Iterator[list[FusedSpan]]:
-    """The faster one first: what has to match, the last of which is to be used then."""
-    faster = _compiled(model, layers)
-    if faster is not None:
-        between, few = faster
-        yield [FusedSpan(model, layers, between), FusedSpan(model, layers, between, few)]
-    yield [FusedSpan(model, layers, TorchBetween())]
-
-
-def _compiled(model: SpanModel, layers: list[Layer]) -> tuple[CompiledBetween, CompiledSpan] | None:
-    if model.span.stop != model.layers_total:
-        return compiled(layers, None, model.dtype)
-    head = model.shell.get_output_embeddings()
+def _compiled(model: SpanModel, layers: list[Layer]) -> list[FusedSpan]:
+    """With compiled rows alone, and with steps of few tokens too, which is to be used; nothing where it can't be."""
     try:
-        return compiled(layers, (_norm(model.shell.base_model.norm), Matrix(head.weight, head.bias)), model.dtype)
-    except UNLIKE:  # an end of another shape
+        end = _end(model)
+    except UNLIKE:  # of another shape
+        return []
+    made = compile_span(layers, end, model.dtype)
+    if made is None:
+        return []
+    rows, few = made
+    return [FusedSpan(model, layers, rows), FusedSpan(model, layers, rows, few)]
+
+
+def _end(model: SpanModel) -> tuple[Norm, Matrix] | None:
+    """The last norm and the head, where the claim has them."""
+    if model.span.stop != model.layers_total:
         return None
+    head = model.shell.get_output_embeddings()
+    return _norm(model.shell.base_model.norm), Matrix(head.weight, head.bias)
 
 
 def is_known(layer: nn.Module) -> bool:
@@ -280,17 +291,13 @@ def is_known(layer: nn.Module) -> bool:
     return not (_parts(attention) - ATTENTION_PARTS - norms or _parts(mlp) - MLP_PARTS - {"act_fn"})
 
 
-def _read(layer: nn.Module, index: int) -> Layer | None:
-    """None where it isn't known here."""
+def _read(layer: nn.Module, index: int) -> Layer:
+    """Raises ValueError where it isn't known here, or its matrices lie apart."""
     if not is_known(layer):
-        return None
+        raise ValueError("a layer of another shape")
     attention, mlp = layer.self_attn, layer.mlp
     linear = _linears(attention) | _linears(mlp)
     norms = _parts(attention) & HEAD_NORMS
-    qkv = _joined([linear[name] for name in ("q_proj", "k_proj", "v_proj")])
-    gate_up = _joined([linear[name] for name in ("gate_proj", "up_proj")])
-    if qkv is None or gate_up is None:
-        return None
     dim: int = attention.head_dim  # type: ignore[assignment]
     return Layer(
         index=index,
@@ -298,13 +305,13 @@ def _read(layer: nn.Module, index: int) -> Layer | None:
         kv_heads=linear["k_proj"].out_features // dim,
         dim=dim,
         scaling=attention.scaling,  # type: ignore[arg-type]
-        before=_norm(layer.input_layernorm),
-        qkv=qkv,
+        attention_norm=_norm(layer.input_layernorm),
+        qkv=_joined([linear[name] for name in ("q_proj", "k_proj", "v_proj")]),
         q_norm=_norm(attention.q_norm) if norms else None,
         k_norm=_norm(attention.k_norm) if norms else None,
         out=Matrix(linear["o_proj"].weight, linear["o_proj"].bias),
-        between=_norm(layer.post_attention_layernorm),
-        gate_up=gate_up,
+        mlp_norm=_norm(layer.post_attention_layernorm),
+        gate_up=_joined([linear[name] for name in ("gate_proj", "up_proj")]),
         act=F.silu if isinstance(mlp.act_fn, SILU) else mlp.act_fn,  # no module's call around it
         down=Matrix(linear["down_proj"].weight, linear["down_proj"].bias),
     )
@@ -324,16 +331,17 @@ def _norm(module: Any) -> Norm:
     eps = module.eps if eps is None else eps
     if not eps > 0:
         raise ValueError("a norm of zeros would divide by zero")
-    return Norm(module.weight, eps)
+    weight = module.weight.detach()
+    return Norm(weight, weight.float().contiguous(), eps)
 
 
-def _joined(parts: list[nn.Linear]) -> Matrix | None:
-    """Matrices that lie one after the other in memory as one, without a copy; None if they don't."""
+def _joined(parts: list[nn.Linear]) -> Matrix:
+    """Matrices that lie one after the other in memory as one, without a copy. Raises ValueError if they don't."""
     weight = join([part.weight for part in parts])
     biases = [part.bias for part in parts if part.bias is not None]
     bias = join(biases) if biases else None
     if weight is None or (biases and (len(biases) != len(parts) or bias is None)):
-        return None
+        raise ValueError("matrices that lie apart")
     return Matrix(weight, bias)
 
 
@@ -350,36 +358,22 @@ def join(tensors: list[Tensor]) -> Tensor | None:
 
 
 @torch.inference_mode()
-def matches(model: SpanModel, made: FusedSpan) -> bool:
-    """Whether each layer by itself, with embedding and head where it has them, gives what the modules give.
+def matches(model: SpanModel, ways: list[FusedSpan]) -> bool:
+    """Whether each layer by itself, with embedding and head where it has them, gives in all ways what the modules give.
 
     Both at the beginning of a text and at the end of the longest, since there are layers in which something
     begins only at some position.
     """
     last = getattr(model.config, "max_position_embeddings", None) or 0
     shifts = {0, max(0, last - sum(TRIAL_TOKENS))}
-    with _noting(model.slot) as right, _noting(made.slot) as ours:
-        return all(_layer_matches(model, made, i, shift, right, ours) for i in model.span for shift in shifts)
+    return all(_layer_matches(model, ways, i, shift) for i in model.span for shift in shifts)
 
 
-@contextmanager
-def _noting(slot: StepSlot) -> Iterator[list[Tensor]]:
-    """Compared too, since a wrong query may change little in what becomes of it."""
-    slot.noted = []
-    try:
-        yield slot.noted
-    finally:
-        slot.noted = None
-
-
-def _layer_matches(
-    model: SpanModel, made: FusedSpan, index: int, shift: int, right: list[Tensor], ours: list[Tensor]
-) -> bool:
-    """right, ours: what attention is given is added there."""
+def _layer_matches(model: SpanModel, ways: list[FusedSpan], index: int, shift: int) -> bool:
     from peer.model import PackedStep
 
     generator, span = torch.Generator().manual_seed(index), Span(index, index + 1)
-    caches = [model.new_cache(sum(TRIAL_TOKENS), span) for _ in range(2)]
+    caches = [model.new_cache(sum(TRIAL_TOKENS), span) for _ in (None, *ways)]
     position = 0
     for tokens in TRIAL_TOKENS:
         inputs: dict[str, Tensor] = (
@@ -389,21 +383,25 @@ def _layer_matches(
         )
         logits = tokens if span.stop == model.layers_total else 0
         steps = [PackedStep(span, [Row(cache, position, tokens, logits)], **inputs) for cache in caches]
-        right.clear()
-        ours.clear()
-        outputs = [model.run(steps[0], None, shift)]
+        right = _seen(model, steps[0], None, shift)
         try:
-            outputs.append(model.run(steps[1], made, shift))
+            if not all(_alike(right, _seen(model, *tried, shift)) for tried in zip(steps[1:], ways, strict=True)):
+                return False
         except UNLIKE:
-            return False
-        if not _alike(_tensors(outputs[0], right), _tensors(outputs[1], ours)):
             return False
         position += tokens
     return True
 
 
-def _tensors(output: StepOutput, noted: list[Tensor]) -> list[Tensor]:
-    return [output.hidden, *noted, *([] if output.logits is None else [output.logits])]
+def _seen(model: SpanModel, step: PackedStep, way: FusedSpan | None, shift: int) -> list[Tensor]:
+    """What comes out, and what attention was given: a wrong query may change little in what becomes of it."""
+    slot = model.slot if way is None else way.slot
+    slot.noted = []
+    try:
+        output = model.run(step, way, shift)
+        return [output.hidden, *slot.noted, *([] if output.logits is None else [output.logits])]
+    finally:
+        slot.noted = None
 
 
 def _alike(right: list[Tensor], ours: list[Tensor]) -> bool:

@@ -8,8 +8,7 @@ token waits for.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 
 import torch
@@ -17,11 +16,12 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from peer.checkpoint import Checkpoint, Part
-from peer.compiled import prepare
+from peer.compiled import WIDENED, prepare
+from peer.families import Way
 from peer.fused import is_known
-from peer.matrix import widens
+from peer.matrix import WIDENING
 from peer.model import SpanModel
-from peer.outline import Outline, build_full, put_tensor
+from peer.outline import Outline, Said, build_full, put_tensor
 from peer.proof import small_model
 from routing.spans import Span
 
@@ -32,95 +32,103 @@ TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 # ---------------------------------------------------------------- as which dtype
 
 
-def held_dtypes(model: PreTrainedModel, dtype: torch.dtype, matrices: torch.dtype) -> dict[str, torch.dtype]:
-    """What each tensor of `model`, which was built as `dtype`, is held as. matrices: as `matrix_dtype` says."""
-    held = _as_transformers_holds(model, dtype)
-    if matrices != dtype:
-        held |= {name: matrices for name, tensor in model.state_dict().items() if tensor.ndim > 1}
+def held_dtypes(full: PreTrainedModel, dtype: torch.dtype, weight_dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """What each tensor of `full`, which was built as `dtype`, is held as. weight_dtype: as `pick_weight_dtype` says."""
+    held = _as_transformers_holds(full, dtype)
+    if weight_dtype != dtype:
+        held |= {name: weight_dtype for name, tensor in full.state_dict().items() if tensor.ndim > 1}
     return held
 
 
-def _as_transformers_holds(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
+def _as_transformers_holds(full: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
     """A few families keep some (routers, mostly) in float32 whatever the rest is in: by patterns that are searched for
     in the name, some of them in float16 only, or by giving the parameter a type of its own.
     """
     kept: set[str] = set()
     if dtype in (torch.float16, torch.bfloat16):
-        kept |= set(model._keep_in_fp32_modules_strict or ())
+        kept |= set(full._keep_in_fp32_modules_strict or ())
     if dtype == torch.float16:
-        kept |= set(model._keep_in_fp32_modules or ())
+        kept |= set(full._keep_in_fp32_modules or ())
     pattern = re.compile("|".join(sorted(part.replace("*", ".*") for part in kept)) or "$^")
     return {
         name: torch.float32 if pattern.search(name) else tensor.dtype
-        for name, tensor in model.state_dict().items()
+        for name, tensor in full.state_dict().items()
     }
 
 
-def matrix_dtype(
+def pick_weight_dtype(
     checkpoint: Checkpoint,
+    full: PreTrainedModel,
     plan: Outline,
     sources: Mapping[str, Sequence[Part]],
     dtype: torch.dtype,
     device: torch.device | str,
 ) -> torch.dtype:
-    """What the matrices of a model that computes in `dtype` are held as: that, or bfloat16 if they all come so, and a
-    small model of this shape, held so, was seen to run in loops that widen them."""
-    kinds = {
-        checkpoint.tensors[part.name].dtype
-        for name, parts in sources.items()
-        for part in parts
-        if len(plan.shapes[name]) > 1
-    }
-    on_cpu = torch.device(device).type == "cpu"
-    if not on_cpu or dtype != torch.float32 or kinds != {"BF16"} or not can_widen(checkpoint.config, plan):
+    """What matrices are held as where `full` computes in `dtype`: that, or bfloat16 if they all come so and `can_widen`
+    says that this is right. Compiles the loops that will run the layers, where they are for that."""
+    if torch.device(device).type != "cpu":
         return dtype
-    return torch.bfloat16
+    picked = dtype
+    if dtype == torch.float32 and _stored(checkpoint, plan, sources) == {"BF16"}:
+        picked = torch.bfloat16 if can_widen(checkpoint.config, full, plan) else dtype
+    if _has_known_layers(full, plan):
+        prepare(picked, dtype)
+    return picked
 
 
-def can_widen(config: PretrainedConfig, plan: Outline) -> bool:
+def _stored(checkpoint: Checkpoint, plan: Outline, sources: Mapping[str, Sequence[Part]]) -> set[str]:
+    """As what the model's matrices are stored."""
+    matrices = (parts for name, parts in sources.items() if len(plan.shapes[name]) > 1)
+    return {checkpoint.tensors[part.name].dtype for parts in matrices for part in parts}
+
+
+def can_widen(config: PretrainedConfig, full: PreTrainedModel, plan: Outline) -> bool:
     """Whether models of this shape that compute in float32 on a CPU run in loops that widen bfloat16 as they read it.
 
-    Compiles them, and tries a small model, which takes less than a second.
+    Compiles them, and tries a small model once, which takes less than a second.
     """
-    return _runs_widening(_Asked(config.to_json_string(use_diff=False), config, plan))
+    owners = {name.rpartition(".")[0] for name, tensor in full.state_dict().items() if tensor.ndim > 1}
+    known = _has_known_layers(full, plan) and all(type(full.get_submodule(owner)) in WIDENING for owner in owners)
+    return known and prepare(*WIDENED) is not None and _small_one_widens(Said.of(config), plan.way)
 
 
-@dataclass(frozen=True)
-class _Asked:
-    """A config as the key of a cache: by what it says."""
-
-    text: str
-    config: PretrainedConfig = field(compare=False)
-    plan: Outline = field(compare=False)
+def _has_known_layers(full: PreTrainedModel, plan: Outline) -> bool:
+    return all(map(is_known, full.get_submodule(plan.layers_path)))
 
 
 @lru_cache(maxsize=4)
-def _runs_widening(asked: _Asked) -> bool:
-    full = build_full(asked.config, torch.float32, asked.plan.way)
-    owners = {name.rpartition(".")[0] for name, tensor in full.state_dict().items() if tensor.ndim > 1}
-    layers = full.get_submodule(asked.plan.layers_path)
-    if not all(map(is_known, layers)) or not all(widens(full.get_submodule(owner)) for owner in owners):
-        return False
-    if prepare(torch.float32, torch.bfloat16) is None:
-        return False
+def _small_one_widens(said: Said, way: Way) -> bool:
     try:
-        model = _small_span(asked.config, asked.plan)
+        small, plan, weights = small_model(said.config, way)
+        full, span = build_full(small, torch.float32, plan.way), Span(0, len(plan.layers))
+        held = held_dtypes(full, torch.float32, torch.bfloat16)
+        model = assembled(full, span, plan, held, torch.float32, "cpu", lambda name, final: final.copy_(weights[name]))
     except Exception:  # whatever a family's code says to a small one: there is another way
         return False
     return model.fused is not None and model.fused.compiled is not None
 
 
-def _small_span(config: PretrainedConfig, plan: Outline) -> SpanModel:
-    """All of a small random model of that shape, its matrices in bfloat16."""
-    small, plan, weights = small_model(config, plan.way)
-    full, names = build_full(small, torch.float32, plan.way), plan.names(Span(0, len(plan.layers)))
-    finals = Finals(plan.shapes, held_dtypes(full, torch.float32, torch.bfloat16), "cpu", names)
-    for name in names:
-        put_tensor(full, plan, name, finals.take(name).copy_(weights[name]))
-    return SpanModel(full, Span(0, len(plan.layers)), plan, torch.float32)
-
-
 # ---------------------------------------------------------------- together
+
+
+def assembled(
+    full: PreTrainedModel,
+    span: Span,
+    plan: Outline,
+    held: Mapping[str, torch.dtype],
+    dtype: torch.dtype,
+    device: torch.device | str,
+    fill: Callable[[str, Tensor], object],
+) -> SpanModel:
+    """The span of a model without memory, with memory. fill: writes a tensor, given its name and its memory."""
+    names = plan.names(span)
+    finals = Finals(plan.shapes, held, device, names)
+    for name in names:
+        final = finals.take(name)
+        fill(name, final)
+        put_tensor(full, plan, name, final)
+    move_buffers(full, device)
+    return SpanModel(full, span, plan, dtype)
 
 
 class Finals:
@@ -162,3 +170,11 @@ class Finals:
         shape = (sum(rows), *self._shapes[group[0]][1:]) if len(group) > 1 else self._shapes[group[0]]
         piece = torch.empty(tuple(shape), dtype=self._dtypes[group[0]], device=self._device)
         self._waiting |= zip(group, piece.split(rows) if len(group) > 1 else (piece,), strict=True)
+
+
+def move_buffers(model: PreTrainedModel, device: torch.device | str) -> None:
+    """Rotary frequencies and the like, which were computed rather than loaded."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.device.type != "meta":
+                module._buffers[name] = buffer.to(device)

@@ -1,12 +1,13 @@
-"""A few tokens through layers shaped like Llama's, as loops that numba compiles for the machine they run on.
+"""Layers shaped like Llama's as loops that numba compiles for the machine they run on.
 
 Decoding on a CPU reads every weight for each turn, so the memory's pace is the limit; torch stays below it where
-matrices are thin, for what lies between two products starts cold and takes as long as they do. Here a pass is one call:
-weights stream by once for all tokens, a gate is applied where its rows were made, and Python isn't asked between.
+matrices are thin, for what lies between two products starts cold and takes as long as they do. Here a pass of few
+tokens is one call: weights stream by once for all of them, a gate is applied where its rows were made, and Python isn't
+asked between. Of passes of many tokens, whose products are torch's, only what is done to each token's row is here.
 
-Only addresses and numbers come in (`compiled.py` makes them from the model's own tensors, without copies). What is
+Weights and KV come as addresses (`compiled.py` takes them from the model's own tensors, without copies). What is
 bfloat16 lies in memory as such and is widened as it is read; all that is computed between is float32. So a model that
-computes in float32 may have its matrices in bfloat16. What differs by dtype is chosen by numba as it compiles
+computes in float32 may have its weights in bfloat16. What differs by dtype is chosen by numba as it compiles
 (`overload`): numpy's float32, or uint16 for bfloat16, which numpy doesn't have.
 
 Tables of addresses hold 0 for what a model doesn't have. No bounds are checked here: whoever calls vouches for them.
@@ -22,6 +23,7 @@ from llvmlite import ir
 from numba import carray, config, njit, prange, types
 from numba.extending import intrinsic, overload
 
+HAS_AMX = bool(llvm.get_host_cpu_features().get("amx-bf16"))
 # Vectors of 512 bits where they cost no clock. LLVM avoids them on all of Intel's processors; on those since
 # AVX512-FP16 sixteen sessions took three quarters of the time with them. Counts for what is compiled after it.
 if llvm.get_host_cpu_features().get("avx512fp16") and not (config.CPU_NAME or config.CPU_FEATURES):
@@ -71,11 +73,11 @@ def _rounded(value):
 
 
 def _wide(stored):
-    """A number of the model's dtype as float32."""
+    """A number as it is stored, as float32."""
 
 
 def _narrow(value, stored):
-    """The reverse, to the dtype of `stored`."""
+    """The reverse, as `stored` is."""
 
 
 def _is_bfloat16(dtype):
@@ -117,8 +119,8 @@ def _floats(address, count):
 
 
 @njit
-def _stored(dtype, address, rows, width):
-    """[rows, width] of the model's dtype at an address."""
+def _array_at(dtype, address, rows, width):
+    """[rows, width] at an address."""
     return carray(_pointer(address), (rows, width), dtype)
 
 
@@ -211,7 +213,7 @@ def _put(y, j, r, a0, a1, a2, a3, add):
 
 
 def _rows(dtype, address, n, x, y, start, stop, add):
-    """Those of the dtype."""
+    """`_rows_float32` or `_rows_bfloat16`."""
 
 
 @overload(_rows, jit_options=LOOPS)
@@ -266,8 +268,7 @@ def _gated(dtype, threads, weight, bias, x, gate_up, y):
             _add_bias(bias, gate_up, a, b)
         for j in range(y.shape[0]):
             for r in range(start, stop):
-                gate = gate_up[j, r]
-                y[j, r] = gate / (ONE + _exp(-gate)) * gate_up[j, n + r]
+                y[j, r] = _silu(gate_up[j, r]) * gate_up[j, n + r]
 
 
 @njit
@@ -291,16 +292,16 @@ def _add_bias(address, y, start, stop):
 
 @njit(**LOOPS)
 def _norm(x, weight, eps, out):
-    """RMSNorm (arXiv:1910.07467) of each row."""
+    """RMSNorm (arXiv:1910.07467) of each row. weight: the address of a float32 [k]."""
     k = x.shape[1]
     w = _floats(weight, k)
     for j in range(x.shape[0]):
         squares = ZERO
         for i in range(k):
-            squares += x[j, i] * x[j, i]
+            squares += _wide(x[j, i]) * _wide(x[j, i])
         scale = np.float32(ONE / math.sqrt(squares / np.float32(k) + eps))
         for i in range(k):
-            out[j, i] = x[j, i] * scale * w[i]
+            out[j, i] = _narrow(_wide(x[j, i]) * scale * w[i], out[j, i])
 
 
 @njit(**LOOPS)
@@ -311,7 +312,7 @@ def _norm_heads(states, weight, eps):
 
 
 @njit(**LOOPS)
-def _turn(states, cos, sin):
+def _rotate(states, cos, sin):
     """Rotary positions (arXiv:2104.09864) of [m, heads, dim], in place: the second half of each head stands for the
     imaginary part. cos, sin: [m, dim]."""
     m, heads, dim = states.shape
@@ -325,12 +326,17 @@ def _turn(states, cos, sin):
 
 
 @njit(**LOOPS)
+def _silu(x):
+    return x / (ONE + _exp(-x))
+
+
+@njit(**LOOPS)
 def _keep(dtype, states, side, places):
     """Write keys or values, [m, kv_heads, dim], where `places` says. side: 0 of keys, 1 of values."""
     m, heads, dim = states.shape
     for j in range(m):
         room, at = places[j, 2], places[j, 4]
-        to = _stored(dtype, places[j, side], heads * room, dim)
+        to = _array_at(dtype, places[j, side], heads * room, dim)
         for head in range(heads):
             for i in range(dim):
                 to[head * room + at, i] = _narrow(states[j, head, i], to[0, 0])
@@ -368,8 +374,8 @@ def _attend(dtype, states, begin, head, group, places, start, stop, scaling, roo
     """
     dim, held = states.shape[2], places[begin, 2]
     first, last = places[begin + start // group, 3], places[begin + (stop - 1) // group, 4]
-    keys = _stored(dtype, places[begin, 0], (head + 1) * held, dim)
-    values = _stored(dtype, places[begin, 1], (head + 1) * held, dim)
+    keys = _array_at(dtype, places[begin, 0], (head + 1) * held, dim)
+    values = _array_at(dtype, places[begin, 1], (head + 1) * held, dim)
     running = np.empty((stop - start, 2), np.float32)
     for n in range(start, stop):
         running[n - start, 0], running[n - start, 1] = -np.inf, ZERO
@@ -390,7 +396,7 @@ def _attend(dtype, states, begin, head, group, places, start, stop, scaling, roo
 
 
 def _widened(rows, room):
-    """[n, dim] of the model's dtype as float32, with dim or more columns."""
+    """[n, dim] of KV as float32, with dim or more columns."""
 
 
 @overload(_widened, jit_options=LOOPS)
@@ -447,18 +453,18 @@ def _look(query, keys, values, scaling, scores, running, out):
 
 # columns of a layer's table of addresses (norms and biases are float32), and of its numbers
 LAYER_COLUMNS = 12
-BEFORE, QKV, QKV_BIAS, Q_NORM, K_NORM, OUT = range(6)
-OUT_BIAS, BETWEEN, GATE_UP, GATE_UP_BIAS, DOWN, DOWN_BIAS = range(6, LAYER_COLUMNS)
-WEIGHTS = BEFORE, QKV, OUT, BETWEEN, GATE_UP, DOWN  # that every layer has
-BEFORE_EPS, Q_EPS, K_EPS, BETWEEN_EPS, SCALING = range(5)
+ATTENTION_NORM, QKV, QKV_BIAS, Q_NORM, K_NORM, OUT = range(6)
+OUT_BIAS, MLP_NORM, GATE_UP, GATE_UP_BIAS, DOWN, DOWN_BIAS = range(6, LAYER_COLUMNS)
+WEIGHTS = ATTENTION_NORM, QKV, OUT, MLP_NORM, GATE_UP, DOWN  # that every layer has
+ATTENTION_EPS, Q_EPS, K_EPS, MLP_EPS, SCALING = range(5)
 
 
 @njit(nogil=True, cache=True, **LOOPS)
 def run_layers(
-    stored, kept, threads, layers, numbers, places, x, cos, sin, heads, kv_heads, normed, states, seen, gate_up, inner
+    weight_dtype, kv_dtype, threads, layers, numbers, places, x, cos, sin, heads, kv_heads,
+    normed, states, seen, gate_up, inner,
 ):
-    """x: float32 [m, width], changed in place to what comes out of the last layer. stored: the matrices' dtype; kept:
-    that of keys and values.
+    """x: float32 [m, width], changed in place to what comes out of the last layer. weight_dtype: of matrices.
 
     layers: int64 [layers, 12] and numbers: float32 [layers, 5], by the columns above. places: int64 [layers, m, 5]: the
     addresses of the keys and of the values of the token's session, how many positions each head has room for, and of
@@ -466,69 +472,60 @@ def run_layers(
     room of [m, width], [m, heads + 2 kv_heads, dim], [m, heads, dim], [m, 2 inner] and [m, inner].
     """
     m = x.shape[0]
-    flat, flat_seen, turned = states.reshape((m, -1)), seen.reshape((m, -1)), heads + kv_heads
+    flat, flat_seen, rotated = states.reshape((m, -1)), seen.reshape((m, -1)), heads + kv_heads
     for index in range(layers.shape[0]):
         layer, number, here = layers[index], numbers[index], places[index]
-        _norm(x, layer[BEFORE], number[BEFORE_EPS], normed)
-        _product(stored, threads, layer[QKV], layer[QKV_BIAS], normed, flat, False)
+        _norm(x, layer[ATTENTION_NORM], number[ATTENTION_EPS], normed)
+        _product(weight_dtype, threads, layer[QKV], layer[QKV_BIAS], normed, flat, False)
         if layer[Q_NORM]:
             _norm_heads(states[:, :heads], layer[Q_NORM], number[Q_EPS])
-            _norm_heads(states[:, heads:turned], layer[K_NORM], number[K_EPS])
-        _turn(states[:, :turned], cos, sin)
-        _keep(kept, states[:, heads:turned], 0, here)
-        _keep(kept, states[:, turned:], 1, here)
-        _attention(kept, threads, states, heads, kv_heads, here, number[SCALING], seen)
-        _product(stored, threads, layer[OUT], layer[OUT_BIAS], flat_seen, x, True)
-        _norm(x, layer[BETWEEN], number[BETWEEN_EPS], normed)
-        _gated(stored, threads, layer[GATE_UP], layer[GATE_UP_BIAS], normed, gate_up, inner)
-        _product(stored, threads, layer[DOWN], layer[DOWN_BIAS], inner, x, True)
+            _norm_heads(states[:, heads:rotated], layer[K_NORM], number[K_EPS])
+        _rotate(states[:, :rotated], cos, sin)
+        _keep(kv_dtype, states[:, heads:rotated], 0, here)
+        _keep(kv_dtype, states[:, rotated:], 1, here)
+        _attention(kv_dtype, threads, states, heads, kv_heads, here, number[SCALING], seen)
+        _product(weight_dtype, threads, layer[OUT], layer[OUT_BIAS], flat_seen, x, True)
+        _norm(x, layer[MLP_NORM], number[MLP_EPS], normed)
+        _gated(weight_dtype, threads, layer[GATE_UP], layer[GATE_UP_BIAS], normed, gate_up, inner)
+        _product(weight_dtype, threads, layer[DOWN], layer[DOWN_BIAS], inner, x, True)
 
 
 @njit(nogil=True, cache=True, **LOOPS)
-def run_head(stored, threads, norm, eps, weight, bias, x, logits):
+def run_head(weight_dtype, threads, norm, eps, weight, bias, x, logits):
     """logits: float32 [m, vocab], of x: [m, width] after the model's last norm."""
     normed = np.empty_like(x)
     _norm(x, norm, eps, normed)
-    _product(stored, threads, weight, bias, normed, logits, False)
+    _product(weight_dtype, threads, weight, bias, normed, logits, False)
 
 
-# ---------------------------------------------------------------- between the products of long passes
+# ---------------------------------------------------------------- rows of long passes
 
 
 @njit(parallel=True, nogil=True, cache=True, **LOOPS)
 def norm_rows(threads, x, weight, eps, out):
-    """out = RMSNorm of each row of x, both [n, width] of the model's dtype. weight: float32 [width]."""
-    n, width = x.shape
+    """out = RMSNorm of each row of x, both [n, width] of the model's dtype. weight: address of a float32 [width]."""
+    n = x.shape[0]
     for t in prange(threads):
-        for j in range(n * t // threads, n * (t + 1) // threads):
-            squares = ZERO
-            for i in range(width):
-                squares += _wide(x[j, i]) * _wide(x[j, i])
-            scale = np.float32(ONE / math.sqrt(squares / np.float32(width) + eps))
-            for i in range(width):
-                out[j, i] = _narrow(_wide(x[j, i]) * scale * weight[i], out[j, i])
+        start, stop = n * t // threads, n * (t + 1) // threads
+        _norm(x[start:stop], weight, eps, out[start:stop])
 
 
 @njit(parallel=True, nogil=True, cache=True, **LOOPS)
-def turn_rows(threads, states, heads, turned, q_norm, q_eps, k_norm, k_eps, cos, sin):
-    """states: [n, heads + 2 kv_heads, dim] of the model's dtype, of which the first `turned`, queries and keys, get
+def rotate_rows(threads, states, heads, rotated, q_norm, q_eps, k_norm, k_eps, cos, sin):
+    """states: [n, heads + 2 kv_heads, dim] of the model's dtype, of which the first `rotated`, queries and keys, get
     their rotary positions in place. q_norm, k_norm: addresses, 0 for none. cos, sin: float32 [n, dim]."""
     n, dim = states.shape[0], states.shape[2]
-    half = dim // 2
     for t in prange(threads):
-        wide = np.empty((1, dim), np.float32)
+        wide = np.empty((1, 1, dim), np.float32)
         for j in range(n * t // threads, n * (t + 1) // threads):
-            for head in range(turned):
+            for head in range(rotated):
                 for i in range(dim):
-                    wide[0, i] = _wide(states[j, head, i])
+                    wide[0, 0, i] = _wide(states[j, head, i])
                 if q_norm:
-                    _norm(wide, q_norm if head < heads else k_norm, q_eps if head < heads else k_eps, wide)
-                for i in range(half):
-                    real, imaginary = wide[0, i], wide[0, half + i]
-                    first = real * cos[j, i] - imaginary * sin[j, i]
-                    second = imaginary * cos[j, half + i] + real * sin[j, half + i]
-                    states[j, head, i] = _narrow(first, states[j, head, i])
-                    states[j, head, half + i] = _narrow(second, states[j, head, i])
+                    _norm(wide[0], q_norm if head < heads else k_norm, q_eps if head < heads else k_eps, wide[0])
+                _rotate(wide, cos[j : j + 1], sin[j : j + 1])
+                for i in range(dim):
+                    states[j, head, i] = _narrow(wide[0, 0, i], states[j, head, i])
 
 
 @njit(parallel=True, nogil=True, cache=True, **LOOPS)
@@ -538,5 +535,4 @@ def gate_rows(threads, gate_up, out):
     for t in prange(threads):
         for j in range(n * t // threads, n * (t + 1) // threads):
             for i in range(inner):
-                gate = _wide(gate_up[j, i])
-                out[j, i] = _narrow(gate / (ONE + _exp(-gate)) * _wide(gate_up[j, inner + i]), out[j, i])
+                out[j, i] = _narrow(_silu(_wide(gate_up[j, i])) * _wide(gate_up[j, inner + i]), out[j, i])

@@ -62,7 +62,7 @@ _rooms = threading.local()
 
 
 def _room(count: int, dtype: torch.dtype) -> Tensor:
-    """[count], the same memory for all products of a thread: new memory each time would cost as much as the widening."""
+    """[count], the same memory for all products of a thread: new memory each time costs more than the widening."""
     room: Tensor | None = getattr(_rooms, "last", None)
     if room is None or len(room) < count or room.dtype != dtype:
         with torch.inference_mode(False):  # so that it can be written in that mode and outside of it
@@ -89,20 +89,12 @@ class _WideningEmbedding(nn.Embedding):
 
 
 LINEAR = (nn.Linear, WideningLinear)  # and no subclass: nobody knows what it does with its weight
-
-
-def widens(module: nn.Module) -> bool:
-    """Whether a matrix of this module may be held narrower."""
-    return type(module) in (nn.Linear, nn.Embedding)
+WIDENING: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: WideningLinear, nn.Embedding: _WideningEmbedding}
 
 
 def widen_as_read(model: nn.Module, dtype: torch.dtype) -> None:
     """Make the modules of `model` whose matrices are narrower than `dtype` compute in it all the same."""
     for module in model.modules():
-        if not widens(module) or module.weight.dtype.itemsize >= dtype.itemsize:
-            continue
-        if type(module) is nn.Linear:
-            module.__class__ = WideningLinear
-        elif type(module) is nn.Embedding:
-            module.__class__ = _WideningEmbedding
-            module.dtype = dtype
+        widening = WIDENING.get(type(module))
+        if widening is not None and module.weight.dtype.itemsize < dtype.itemsize:
+            module.__class__, module.dtype = widening, dtype

@@ -92,6 +92,8 @@ def _trial_input(model: SpanModel, tokens: int, span: Span) -> dict[str, Tensor]
 def check_it_runs(model: SpanModel) -> None:
     """Raises BrokenModel if the span can't take a step, or gives no numbers for any of several tokens: a config that
     doesn't fit its weights, weights that are damaged, or numbers too large for the dtype. Better now than to clients.
+
+    Of a last span the logits count: without them the last layer doesn't go on.
     """
     is_last = model.span.stop == model.layers_total
     rows = [Row(model.new_cache(1), 0, 1, logits=int(is_last)) for _ in range(TRIAL_ROWS)]
@@ -101,7 +103,7 @@ def check_it_runs(model: SpanModel) -> None:
         made = torch.randn(TRIAL_ROWS, model.width, generator=torch.Generator().manual_seed(0))
         inputs = {"hidden": made.to(model.dtype)}
     try:
-        hidden = model.forward(PackedStep(model.span, rows, **inputs)).hidden
+        output = model.forward(PackedStep(model.span, rows, **inputs))
     except (RuntimeError, IndexError, TypeError, ValueError) as error:
         if re.search(OUT_OF_MEMORY, str(error)):
             raise
@@ -110,7 +112,8 @@ def check_it_runs(model: SpanModel) -> None:
             f"layers {model.span} can't take a step ({fault}): the model's config doesn't fit its weights; "
             "fetch both again"
         ) from error
-    if not torch.isfinite(hidden).all(dim=-1).any():
+    numbers = output.hidden if output.logits is None else output.logits
+    if not torch.isfinite(numbers).all(dim=-1).any():
         dtype = str(model.dtype).removeprefix("torch.")
         wider = f", or its numbers are too large for {dtype} (try --dtype bfloat16)" * (model.dtype == torch.float16)
         raise BrokenModel(

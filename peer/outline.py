@@ -128,12 +128,15 @@ class Outline:
 
 
 @dataclass(frozen=True)
-class _Asked:
-    """A config and how it is to run, as the key of a cache: by what it says."""
+class Said:
+    """A config as the key of a cache: by what it says."""
 
     text: str
-    way: Way | None
     config: PretrainedConfig = field(compare=False)
+
+    @classmethod
+    def of(cls, config: PretrainedConfig) -> Said:
+        return cls(config.to_json_string(use_diff=False), config)
 
 
 def outline(config: PretrainedConfig, way: Way | None = None) -> Outline:
@@ -141,14 +144,14 @@ def outline(config: PretrainedConfig, way: Way | None = None) -> Outline:
 
     Raises UnsupportedModel if it can't be split, or not run that way.
     """
-    return _outline(_Asked(config.to_json_string(use_diff=False), way, config))
+    return _outline(Said.of(config), way)
 
 
 @lru_cache(maxsize=4)
-def _outline(asked: _Asked) -> Outline:
-    config = asked.config
+def _outline(said: Said, way: Way | None) -> Outline:
+    config = said.config
     try:
-        found = _packing_outline(config) if asked.way is not Way.OWN_CACHE else None
+        found = _packing_outline(config) if way is not Way.OWN_CACHE else None
         return found or _own_cache_outline(config)
     except (ImportError, UnsupportedModel):
         raise

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any
@@ -28,7 +29,7 @@ from transformers.utils import logging
 from peer.attention import Row
 from peer.families import FAMILIES, TESTED_TRANSFORMERS, Way, family, refused
 from peer.model import PackedStep, SpanModel
-from peer.outline import Outline, build_full, build_whole, outline, put_tensor
+from peer.outline import Outline, Said, build_full, build_whole, outline, put_tensor
 from routing.spans import Span
 from swarm.errors import UnsupportedModel
 
@@ -55,20 +56,12 @@ def proven_outline(config: PretrainedConfig) -> Outline:
     Raises UnsupportedModel with what was measured. Takes under a second or two for a family that isn't in
     `FAMILIES`, or with a transformers newer than those that it was tested with.
     """
-    return _proven(_Config(config.to_json_string(use_diff=False), config))
-
-
-@dataclass(frozen=True)
-class _Config:
-    """A config as the key of a cache: by what it says."""
-
-    text: str
-    config: PretrainedConfig = field(compare=False)
+    return _proven(Said.of(config))
 
 
 @lru_cache(maxsize=4)
-def _proven(asked: _Config) -> Outline:
-    config, known = asked.config, family(asked.config)
+def _proven(said: Said) -> Outline:
+    config, known = said.config, family(said.config)
     tested = config.model_type in FAMILIES
     if tested and _minor(transformers.__version__) <= _minor(TESTED_TRANSFORMERS[1]):
         return outline(config, known.way)
@@ -222,15 +215,19 @@ def _divisors(config: PretrainedConfig) -> Iterator[int]:
     yield 1
 
 
+_silence = threading.Lock()  # it is a whole process's
+
+
 @contextmanager
 def _nothing_said() -> Iterator[None]:
     """By transformers, of a model that nobody will meet: a context shorter than a rotary scaling's original one."""
-    before = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(before)
+    with _silence:
+        before = logging.get_verbosity()
+        logging.set_verbosity_error()
+        try:
+            yield
+        finally:
+            logging.set_verbosity(before)
 
 
 def random_weights(model: PreTrainedModel, plan: Outline, seed: int) -> dict[str, Tensor]:

@@ -24,7 +24,7 @@ import sys
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import swarm
 from peer.capacity import (
@@ -61,9 +61,6 @@ from swarm.node import Node
 from swarm.records import MAX_ADDRESSES, MAX_DEVICE_NAME, MAX_MODEL_NAME, MAX_NAME, Descriptor, Load
 from swarm.state import PeerDir, StateDir
 from swarm.transport import Transport
-
-if TYPE_CHECKING:
-    from peer.weights import SpanPrices
 
 log = logging.getLogger("swarm.service")
 
@@ -229,18 +226,22 @@ class PeerService:
     def _size_up(self) -> None:
         """What of the model would fit here, told in a few lines. Imports torch, so it runs in a thread."""
         self._progress("starting torch", 0, 0)
+        from peer.weights import span_prices
+
         options, config = self._options, self.source.config
         self.device = describe_device(options.device)
         stored = str(getattr(config, "dtype", None) or "").removeprefix("torch.")
         self.dtype = pick_dtype(options.dtype, self.device.device, stored)
         self.numerics = numerics_class(self.device.device, self.dtype, tf32=uses_tf32(self.device.device, self.dtype))
         self.threads = options.threads or physical_cores()
-        prices = self._prices()
+        if self.device.device == "cpu":
+            self._progress("preparing loops for this machine", 0, 0)
+        self.prices = span_prices(self.source, torch_dtype(self.dtype), self.device.device)
         free = free_memory(self.device.device)
         budget = memory_budget(options.memory, self.device.device, free)
         self.plan = plan_memory(
             self.source,
-            prices,
+            self.prices,
             device=self.device.device,
             dtype=self.dtype,
             budget=budget,
@@ -256,23 +257,10 @@ class PeerService:
             self._say(
                 f"         {more} idle: start one more `swarm peer ... --device {self.device.idle[0]}` for each"
             )
-        layer = prices(Span(self.source.layers // 2, self.source.layers // 2 + 1))
-        held = str(prices.matrices).removeprefix("torch.")
+        layer = self.prices(Span(self.source.layers // 2, self.source.layers // 2 + 1))
+        held = str(self.prices.weight_dtype).removeprefix("torch.")
         kept = f", kept in {held} as published" * (held != self.dtype)
         self._say(f"memory   {show(free)} free, {show(budget)} to use; {show(layer)} of weights per layer{kept}")
-
-    def _prices(self) -> SpanPrices:
-        """What layers cost here. Compiles what will run them, which takes memory that must not be counted as free."""
-        from peer.compiled import prepare
-        from peer.weights import span_prices
-
-        dtype, device = torch_dtype(self.dtype), self.device.device
-        if device != "cpu":
-            return span_prices(self.source, dtype, device)
-        self._progress("preparing loops for this machine", 0, 0)
-        prices = span_prices(self.source, dtype, device)
-        prepare(dtype, prices.matrices)
-        return prices
 
     # ------------------------------------------------------------ claim
 
@@ -400,7 +388,7 @@ class PeerService:
         from peer.weights import load_span, span_tensors
 
         source, plan, span = self.source, self.plan, self.span
-        dtype, device = torch_dtype(self.dtype), self.device.device
+        dtype, device, held = torch_dtype(self.dtype), self.device.device, self.prices.weight_dtype
         names = await asyncio.to_thread(span_tensors, source, span)
         await asyncio.to_thread(source.fetch_tensors, names, self._progress)
         self.engine = Engine(None, EngineConfig(threads=self.threads))
@@ -411,7 +399,7 @@ class PeerService:
             self._progress(f"loading layers {span}", done, total)
 
         with told_when_out_of_memory(span):
-            model = await self.engine.call(lambda: load_span(source, span, dtype, device, loading))
+            model = await self.engine.call(lambda: load_span(source, span, dtype, device, loading, held))
             await asyncio.to_thread(source.fetch_tensors, names, self._progress)  # nothing changed meanwhile
             self._progress(f"trying and measuring layers {span}", 0, 0)
             await self.engine.call(lambda: check_it_runs(model))

@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from math import prod
 
 import torch
-from transformers import PreTrainedModel
+from torch import Tensor
 
 from peer.checkpoint import Checkpoint, Part, WeightFormat
 from peer.gguf_weights import GgufFormat
-from peer.held import Finals, held_dtypes, matrix_dtype
+from peer.held import assembled, held_dtypes, pick_weight_dtype
 from peer.model import SpanModel
-from peer.outline import Outline, build_full, put_tensor
+from peer.outline import Outline, build_full
 from peer.proof import proven_outline
 from peer.safetensors_weights import SafetensorsFormat
 from routing.spans import Span
@@ -59,7 +59,7 @@ class SpanPrices:
     before: int
     after: int
     shared: int
-    matrices: torch.dtype
+    weight_dtype: torch.dtype
 
     def __call__(self, span: Span) -> int:
         has_first, has_last = span.start == 0, span.stop == len(self.layers)
@@ -68,11 +68,15 @@ class SpanPrices:
 
 
 def span_prices(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device | str = "cpu") -> SpanPrices:
-    """What every span of the model costs where it computes in `dtype`. Raises BrokenModel if a tensor is missing."""
+    """What every span of the model costs where it computes in `dtype`. Raises BrokenModel if a tensor is missing.
+
+    Compiles the loops that will run them, so what is free is to be asked afterwards.
+    """
     plan = proven_outline(checkpoint.config)
     sources = _format(checkpoint).sources(checkpoint, plan)
-    matrices = matrix_dtype(checkpoint, plan, sources, dtype, device)
-    held = held_dtypes(build_full(checkpoint.config, dtype, plan.way), dtype, matrices)
+    full = build_full(checkpoint.config, dtype, plan.way)
+    weight_dtype = pick_weight_dtype(checkpoint, full, plan, sources, dtype, device)
+    held = held_dtypes(full, dtype, weight_dtype)
 
     def price(name: str) -> int:
         _parts(checkpoint, plan, sources, name)
@@ -84,7 +88,7 @@ def span_prices(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device
         sum(map(price, plan.before)),
         sum(map(price, plan.after)),
         shared,
-        matrices,
+        weight_dtype,
     )
 
 
@@ -115,36 +119,30 @@ def load_span(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
     progress: Progress | None = None,
+    weight_dtype: torch.dtype | None = None,
 ) -> SpanModel:
-    """The span with its weights. Raises BrokenModel naming tensor and file if one is missing, cut or misshapen."""
+    """The span with its weights. weight_dtype: as it was priced (None: as it would be).
+
+    Raises BrokenModel naming tensor and file if one is missing, cut or misshapen.
+    """
     plan, form = proven_outline(checkpoint.config), _format(checkpoint)
-    sources = form.sources(checkpoint, plan)
-    full = build_full(checkpoint.config, dtype, plan.way)
-    names = plan.names(span)
-    parts = {name: _parts(checkpoint, plan, sources, name) for name in names}
-    matrices = matrix_dtype(checkpoint, plan, sources, dtype, device)
-    held = held_dtypes(full, dtype, matrices)
-    total, done = sum(prod(plan.shapes[name]) * held[name].itemsize for name in names), 0
+    sources, full = form.sources(checkpoint, plan), build_full(checkpoint.config, dtype, plan.way)
+    parts = {name: _parts(checkpoint, plan, sources, name) for name in plan.names(span)}
+    if weight_dtype is None:
+        weight_dtype = pick_weight_dtype(checkpoint, full, plan, sources, dtype, device)
+    held = held_dtypes(full, dtype, weight_dtype)
+    total, done = sum(prod(plan.shapes[name]) * held[name].itemsize for name in parts), 0
     with form.open(checkpoint) as files:
-        finals = Finals(plan.shapes, held, device, names)
-        for name in names:
-            final = finals.take(name)
+
+        def fill(name: str, final: Tensor) -> None:
+            nonlocal done
             for part in parts[name]:
                 files.fill(final, part)
-            put_tensor(full, plan, name, final)
             done += final.nbytes
             if progress is not None:
                 progress(done, total)
-    move_buffers(full, device)
-    model = SpanModel(full, span, plan, dtype)
-    if matrices != dtype and (model.fused is None or model.fused.compiled is None):
+
+        model = assembled(full, span, plan, held, dtype, device, fill)
+    if weight_dtype != dtype and (model.fused is None or model.fused.compiled is None):
         log.warning("layers %s run slowly: their matrices are widened for every token; try --dtype bfloat16", span)
     return model
-
-
-def move_buffers(model: PreTrainedModel, device: torch.device | str) -> None:
-    """Rotary frequencies and the like, which were computed rather than loaded."""
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.device.type != "meta":
-                module._buffers[name] = buffer.to(device)

@@ -187,7 +187,7 @@ class Leave:
 
 Record: TypeAlias = Descriptor | Heartbeat | Leave
 _KINDS: dict[str, type[Record]] = {cls.letter: cls for cls in (Descriptor, Heartbeat, Leave)}
-_FIELDS: dict[type[Any], tuple[tuple[str, str, Codec, bool], ...]] = {  # key, name, codec, required
+_FIELDS: dict[type[Any], tuple[codecs.Field, ...]] = {
     cls: tuple(
         (f.metadata["key"], f.name, f.metadata["codec"], f.default is dataclasses.MISSING)
         for f in dataclasses.fields(cls)

@@ -51,8 +51,8 @@ def describe(directory: Path) -> ModelSource:
 def figures(case: dict[str, Any]) -> dict[str, int]:
     """Bytes, of this process: held before, at most and at the end; read from files; and what the span is priced at."""
     dtype, span = getattr(torch, case["dtype"]), Span(*case["layers"])
-    prepare(dtype)  # as a peer does before it looks at its memory
-    prepare(dtype, torch.bfloat16)
+    for held in (dtype, torch.bfloat16):
+        prepare(held, dtype)  # as a peer does before it looks at its memory
     before, read_before = status("VmRSS"), characters_read()
     if case["address_space"]:  # nothing that is mapped may go beyond what the span may take
         limit = status("VmSize") + case["address_space"]

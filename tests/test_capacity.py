@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from peer import capacity
 from peer.capacity import (
+    BUFFER_BYTES,
     WORKSPACE_SLACK,
     MemoryPlan,
     ModelShape,
@@ -26,6 +27,7 @@ from peer.capacity import (
     show,
 )
 from peer.kv import LayerKV
+from peer.matrix import PIECE_BYTES
 from peer.weights import span_prices
 from routing.placement import windows
 from routing.spans import Span
@@ -202,8 +204,23 @@ def test_a_plan_for_a_real_checkpoint_uses_its_headers() -> None:
     )
     checkpoint.close()
     assert made.context == 128 and made.kv_tokens(Span(0, LAYERS)) == 256
-    assert made.prices is prices
+    assert made.prices is prices and made.piece_bytes == 0
     assert made.kv_bytes(1, Span(1, 3)) == 2 * 1 * (8 + 8) * 2  # 2 layers, one KV head, 8 + 8 numbers of 2 bytes
+
+
+@pytest.mark.parametrize(("stored", "piece"), [(torch.float32, 0), (torch.bfloat16, PIECE_BYTES)])
+def test_a_piece_of_what_is_widened_has_its_memory(stored: torch.dtype, piece: int) -> None:
+    made = []
+    for dtype in ("float32", "bfloat16"):
+        checkpoint = MemoryCheckpoint(tiny_model("llama"), stored)
+        prices = span_prices(checkpoint, getattr(torch, dtype))
+        options = {"budget": 10**9, "sessions": 2, "context": None, "chunk": 16}
+        made.append(plan_memory(checkpoint, prices, device="cpu", dtype=dtype, **options))
+        checkpoint.close()
+    row, mask = (8 * 32 + 4 * 48), 16 * 128
+    for plan, item, more in ((made[0], 4, piece), (made[1], 2, 0)):
+        hand = int(WORKSPACE_SLACK * (16 * row * item + mask * item + 4 * 128 * 4)) + more
+        assert plan.fixed_bytes(Span(1, 2)) == hand + plan.prices(Span(1, 2)) + BUFFER_BYTES
 
 
 # ---------------------------------------------------------------- machines made of files

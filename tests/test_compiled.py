@@ -20,7 +20,7 @@ import peer
 from peer import compiled as module
 from peer import kernels
 from peer.attention import Row
-from peer.compiled import BFLOAT16, FLOAT32, MOST_TOKENS, NEAR, WIDENED, compiled, prepare
+from peer.compiled import BFLOAT16, FLOAT32, MOST_TOKENS, NEAR, NUMPY, WIDENED, compile_span, prepare
 from peer.fused import TOLERANCE, Layer, _read
 from peer.kv import Reach
 from peer.matrix import Matrix
@@ -72,7 +72,7 @@ def test_a_head_of_any_size_is_the_product_after_the_norm(
     for tokens in range(1, 6):
         x, logits = torch.randn(tokens, width, generator=generator), torch.empty(tokens, rows)
         kernels.run_head(
-            module.STORED[dtype], threads, norm.data_ptr(), np.float32(1e-5), weight.data_ptr(), bias.data_ptr(),
+            NUMPY[dtype], threads, norm.data_ptr(), np.float32(1e-5), weight.data_ptr(), bias.data_ptr(),
             x.numpy(), logits.numpy(),
         )  # fmt: skip
         wide = x.double().numpy()
@@ -127,7 +127,9 @@ def test_texts_of_many_blocks_of_keys_are_seen_as_the_modules_see_them(window: i
         ids, made = torch.randint(span.vocab, (sum(turn),), generator=generator), []
         for caches, way in ((ours, span.fused), (theirs, None)):
             rows = [Row(cache, length, n, n) for cache, length, n in zip(caches, lengths, turn, strict=True)]
-            made.append(span.run(PackedStep(span.span, rows, ids=ids), way).logits)
+            step = PackedStep(span.span, rows, ids=ids)
+            assert span.fused.compiled.takes(step) == (max(turn) <= 8)
+            made.append(span.run(step, way).logits)
         limit = len(span.span) * TOLERANCE[dtype] * made[1].abs().max()
         assert (made[0] - made[1]).abs().max() <= limit
         lengths = [length + n for length, n in zip(lengths, turn, strict=True)]
@@ -152,13 +154,11 @@ def test_long_steps_and_prompts_far_into_a_text_are_torchs(stored: torch.dtype, 
 
 
 @pytest.mark.parametrize("amx", [True, False])
-def test_of_thick_layers_fewer_tokens_are_compiled(amx: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llvmlite.binding.get_host_cpu_features", lambda: {"amx-bf16": amx})
+def test_of_thick_layers_fewer_tokens_are_compiled(amx: bool) -> None:
     layer = _read(whole(dtype=torch.bfloat16).layers[0], 0)
-    assert layer is not None
     thick = dataclasses.replace(layer, down=Matrix(torch.empty(1, 16_000_000, dtype=torch.bfloat16), None))
-    assert module._most_tokens(layer, torch.bfloat16) == 24
-    assert module._most_tokens(thick, torch.bfloat16) == (4 if amx else 24)
+    assert module._most_tokens(layer, torch.bfloat16, amx=amx) == 24
+    assert module._most_tokens(thick, torch.bfloat16, amx=amx) == (4 if amx else 24)
 
 
 def test_steps_in_which_a_window_moves_are_torchs() -> None:
@@ -175,8 +175,9 @@ def test_a_session_goes_on_from_what_the_other_way_has_written() -> None:
     for fused in (None, model.fused):
         cache = model.new_cache(30)
         for position, stop, way in ((0, 20, model.fused if fused is None else None), (20, 21, fused), (21, 30, fused)):
-            rows = [Row(cache, position, stop - position, logits=1)]
-            output = model.run(PackedStep(model.span, rows, ids=ids[position:stop]), way)
+            step = PackedStep(model.span, [Row(cache, position, stop - position, logits=1)], ids=ids[position:stop])
+            assert model.fused is not None and model.fused.compiled is not None and model.fused.compiled.takes(step)
+            output = model.run(step, way)
         logits.append(output.logits)
     assert torch.allclose(logits[0], logits[1], atol=1e-5)
 
@@ -249,16 +250,13 @@ def test_others_may_be_let_in_between_two_layers() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_matrix_may_have_a_bias(dtype: torch.dtype) -> None:
-    model = random_model(CONFIG_MAPPING["llama"](**{**COMMON, "attention_bias": True, "mlp_bias": True}))
-    for name, parameter in model.named_parameters():
-        if name.endswith("bias"):
-            parameter.data = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name)))
-    span = loaded(model, Span(0, model.config.num_hidden_layers), dtype)
+    span = whole("llama-biased", dtype)
     assert span.fused is not None and span.fused.compiled is not None
     made = []
     for way in (span.fused, None):
-        rows = [Row(span.new_cache(7), 0, 7, 7)]
-        made.append(span.run(PackedStep(span.span, rows, ids=torch.arange(7)), way).logits)
+        step = PackedStep(span.span, [Row(span.new_cache(7), 0, 7, 7)], ids=torch.arange(7))
+        assert span.fused.compiled.takes(step)
+        made.append(span.run(step, way).logits)
     assert (made[0] - made[1]).abs().max() <= len(span.span) * TOLERANCE[dtype] * made[1].abs().max()
 
 
@@ -268,31 +266,34 @@ def test_every_matrix_may_have_a_bias(dtype: torch.dtype) -> None:
 def test_matrices_that_lie_otherwise_than_they_are_read_are_torchs() -> None:
     model = whole()
     layers = [_read(layer, index) for index, layer in enumerate(model.layers)]
-    assert None not in layers and compiled(layers, None, torch.float32) is not None
+    assert compile_span(layers, None, torch.float32) is not None
     weight = layers[1].down.weight
     for other in (weight.bfloat16(), weight.t().contiguous().t(), torch.zeros(weight.shape[0], 47)):
         changed = dataclasses.replace(layers[1], down=Matrix(other, None))
-        assert compiled([layers[0], changed, *layers[2:]], None, torch.float32) is None
+        assert compile_span([layers[0], changed, *layers[2:]], None, torch.float32) is None
 
 
-@pytest.mark.parametrize("part", ["qkv", "out", "gate_up", "down", "before", "between", "q_norm", "k_norm", "bias"])
+PARTS = ["qkv", "out", "gate_up", "down", "attention_norm", "mlp_norm", "q_norm", "k_norm", "bias"]
+
+
+@pytest.mark.parametrize("part", PARTS)
 def test_shapes_that_dont_belong_together_are_never_read(part: str) -> None:
     model = whole("qwen3")
     layers = [_read(layer, index) for index, layer in enumerate(model.layers)]
     layer = layers[2]
-    assert layer is not None and compiled(layers, None, torch.float32) is not None
+    assert compile_span(layers, None, torch.float32) is not None
     if part == "bias":
         changed = dataclasses.replace(layer, out=dataclasses.replace(layer.out, bias=torch.zeros(30)))
     else:
         old = getattr(layer, part)
         shorter = dataclasses.replace(old, weight=old.weight[:-2].clone())
         changed = dataclasses.replace(layer, **{part: shorter})
-    assert compiled([*layers[:2], changed, *layers[3:]], None, torch.float32) is None
-    assert compiled(layers, (layer.q_norm, layer.out), torch.float32) is None
+    assert compile_span([*layers[:2], changed, *layers[3:]], None, torch.float32) is None
+    assert compile_span(layers, (layer.q_norm, layer.out), torch.float32) is None
 
 
 @pytest.mark.parametrize("tokens", [1, 30])
-def test_heads_of_which_only_a_part_is_turned_are_left_to_the_modules(tokens: int) -> None:
+def test_heads_of_which_only_a_part_is_rotated_are_left_to_the_modules(tokens: int) -> None:
     model = whole()
     assert model.fused is not None and model.fused.compiled is not None
     whole_table = model.fused._rotary
@@ -331,7 +332,7 @@ def test_a_machine_that_can_not_compile_says_so_once_and_serves(
     assert all(model.fused is not None and model.fused.compiled is None for model in models)
     (said,) = (record.getMessage() for record in caplog.records)
     assert said.startswith("decoding runs on torch's own operations, more slowly: loops can't be compiled here (")
-    assert said.endswith("); they are kept beside the program, or where NUMBA_CACHE_DIR says")
+    assert said.endswith("); pip install numba, or let NUMBA_CACHE_DIR name a directory that can be written")
 
 
 def test_loops_that_were_kept_and_can_not_be_read_are_compiled_anew(
@@ -350,7 +351,7 @@ def test_loops_that_were_kept_and_can_not_be_read_are_compiled_anew(
     monkeypatch.setattr(kernels, "run_layers", SimpleNamespace(stats=SimpleNamespace(cache_path=tmp_path)))
     prepare.cache_clear()
     try:
-        assert prepare(torch.float32) is kernels
+        assert prepare(*FLOAT32) is kernels
     finally:
         prepare.cache_clear()
     assert tries == [kept, []] and (tmp_path / "another.nbi").exists()

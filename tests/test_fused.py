@@ -50,7 +50,7 @@ def test_sessions_get_what_the_modules_give(
     """In torch's operations alone, with compiled ones between the products, and steps of few tokens as a whole."""
     if way == "torch":
         monkeypatch.setattr("peer.compiled.prepare", lambda *_: None)
-    monkeypatch.setattr("peer.compiled._most_tokens", lambda *_: 24 if way == "few" else 0)
+    monkeypatch.setattr("peer.compiled._most_tokens", lambda *_, **__: 24 if way == "few" else 0)
     model = whole(tiny_model(family), dtype)
     assert model.fused is not None and (model.fused.compiled is None) == (dtype == torch.float16 or way == "torch")
     outputs = []
@@ -82,7 +82,7 @@ def test_layers_that_differ_only_far_from_the_beginning_keep_their_modules(dtype
 
 def test_one_wrong_number_keeps_all_on_the_modules(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("peer.compiled.prepare", lambda *_: None)
-    monkeypatch.setattr("peer.fused.TorchBetween.norm", lambda _, norm, x, out: out.copy_(1.001 * rms_norm(norm, x)))
+    monkeypatch.setattr("peer.fused.TorchRows.norm", lambda _, norm, x, out: out.copy_(1.001 * rms_norm(norm, x)))
     assert whole(tiny_model("llama")).fused is None
 
 

@@ -23,6 +23,7 @@ from peer.weights import load_span, span_prices, span_tensors
 from routing.spans import Span
 from swarm.errors import BrokenModel, UnsupportedModel
 from tests.gguf_files import FAMILIES, VOCABULARY, Kind, converted, make_model, write_gguf
+from tests.tiny import rounded
 
 torch.set_num_threads(1)
 IDS = [(7 * i + i * i) % VOCABULARY for i in range(24)]  # longer than every window
@@ -219,6 +220,15 @@ def test_three_spans_of_a_file_give_the_logits_of_the_model_that_was_written(
     ours, theirs = run(resolve(tmp_path / "tiny.gguf"), [1, 2], IDS), logits(model)
     assert (ours - theirs).abs().max() < 1e-4
     assert ours.argmax(-1).tolist() == theirs.argmax(-1).tolist()
+
+
+def test_matrices_in_bfloat16_stay_so_and_give_the_logits_of_float32(tmp_path: Path) -> None:
+    """Beside norms that are float32, as they are in such files."""
+    model = write_gguf(tmp_path / "tiny.gguf", "llama", Kind.BF16, model=rounded(make_model("llama")))
+    source = resolve(tmp_path / "tiny.gguf")
+    assert span_prices(source, torch.float32).weight_dtype == torch.bfloat16
+    ours, theirs = run(source, [1, 2], IDS), logits(model)
+    assert (ours - theirs).abs().max() <= 1e-5 * theirs.abs().max()
 
 
 def test_a_span_of_a_split_model_touches_only_its_own_parts(tmp_path: Path) -> None:

@@ -11,36 +11,28 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import CONFIG_MAPPING, PreTrainedModel
+from transformers import PreTrainedModel
 
 from peer import held, matrix
 from peer.attention import Row
-from peer.compiled import WIDENED, prepare
+from peer.compiled import BFLOAT16, FLOAT32
 from peer.matrix import Matrix, WideningLinear, widen_as_read
 from peer.model import PackedStep, SpanModel
 from peer.weights import load_span, span_prices
 from routing.spans import Span
-from tests.tiny import COMMON, LAYERS, FolderCheckpoint, MemoryCheckpoint, random_model, rounded, tiny_model
+from tests.tiny import LAYERS, FolderCheckpoint, MemoryCheckpoint, rounded, tiny_model
 
 torch.set_num_threads(1)
 WHOLE = Span(0, LAYERS)
 
 
-@pytest.fixture(params=["llama", "llama-tied", "qwen2", "qwen3", "mistral-window", "biased"])
+@pytest.fixture(params=["llama", "llama-tied", "qwen2", "qwen3", "mistral-window", "llama-biased"])
 def published(request: pytest.FixtureRequest) -> Iterator[tuple[PreTrainedModel, MemoryCheckpoint]]:
     """transformers' own model in float32, and the checkpoint in bfloat16 that has the same numbers."""
-    made = biased() if request.param == "biased" else tiny_model(request.param)
+    made = tiny_model(request.param)
     checkpoint = MemoryCheckpoint(rounded(made), torch.bfloat16)
     yield made, checkpoint
     checkpoint.close()
-
-
-def biased() -> PreTrainedModel:
-    model = random_model(CONFIG_MAPPING["llama"](**{**COMMON, "attention_bias": True, "mlp_bias": True}))
-    for name, parameter in model.named_parameters():
-        if name.endswith("bias"):
-            parameter.data = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name)))
-    return model
 
 
 def matrices(model: SpanModel) -> list[Tensor]:
@@ -55,7 +47,7 @@ def test_matrices_stay_as_they_are_published_and_cost_half(
 ) -> None:
     theirs, checkpoint = published
     prices = span_prices(checkpoint, torch.float32)
-    assert prices.matrices == torch.bfloat16
+    assert prices.weight_dtype == torch.bfloat16
     for span in (WHOLE, Span(0, 2), Span(2, 5), Span(4, LAYERS)):
         model = load_span(checkpoint, span, torch.float32)
         assert model.dtype == torch.float32 and {one.dtype for one in matrices(model)} == {torch.bfloat16}
@@ -68,7 +60,7 @@ def test_matrices_stay_as_they_are_published_and_cost_half(
 def test_families_that_no_loop_runs_are_widened_as_they_are_loaded(family: str) -> None:
     """granite has the parts of a Llama, but not its numbers: only the small model shows that."""
     checkpoint = MemoryCheckpoint(tiny_model(family), torch.bfloat16)
-    assert span_prices(checkpoint, torch.float32).matrices == torch.float32
+    assert span_prices(checkpoint, torch.float32).weight_dtype == torch.float32
     model = load_span(checkpoint, WHOLE, torch.float32)
     checkpoint.close()
     assert {one.dtype for one in matrices(model)} == {torch.float32}
@@ -87,7 +79,7 @@ def test_families_that_no_loop_runs_are_widened_as_they_are_loaded(family: str) 
 )
 def test_all_else_is_held_as_it_is_computed_with(stored: torch.dtype, dtype: torch.dtype, device: str) -> None:
     checkpoint = MemoryCheckpoint(tiny_model("llama"), stored)
-    assert span_prices(checkpoint, dtype, device).matrices == dtype
+    assert span_prices(checkpoint, dtype, device).weight_dtype == dtype
     checkpoint.close()
 
 
@@ -99,20 +91,31 @@ def test_one_matrix_that_comes_in_float32_keeps_all_in_it(name: str, tmp_path: P
     tensors = load_file(file)
     save_file(tensors | {name: tensors[name].float()}, file)
     checkpoint = FolderCheckpoint(tmp_path, model.config)
-    assert span_prices(checkpoint, torch.float32).matrices == torch.float32
+    assert span_prices(checkpoint, torch.float32).weight_dtype == torch.float32
     save_file(tensors | {"model.norm.weight": tensors["model.norm.weight"].float()}, file)  # that is no matrix
-    assert span_prices(FolderCheckpoint(tmp_path, model.config), torch.float32).matrices == torch.bfloat16
+    assert span_prices(FolderCheckpoint(tmp_path, model.config), torch.float32).weight_dtype == torch.bfloat16
 
 
 def test_where_no_loop_can_be_compiled_all_are_widened(monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint = MemoryCheckpoint(tiny_model("llama"), torch.bfloat16)
     monkeypatch.setattr(held, "prepare", lambda *_: None)
-    held._runs_widening.cache_clear()
-    try:
-        assert span_prices(checkpoint, torch.float32).matrices == torch.float32
-    finally:
-        held._runs_widening.cache_clear()
+    assert span_prices(checkpoint, torch.float32).weight_dtype == torch.float32
+    checkpoint.close()
+
+
+@pytest.mark.parametrize(
+    ("family", "compiles"), [("llama", True), ("granite", True), ("gpt2", False), ("mixtral", False)]
+)
+def test_loops_are_compiled_before_memory_is_counted_and_only_for_layers_like_llamas(
+    family: str, compiles: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = list[tuple[torch.dtype, torch.dtype]]()
+    monkeypatch.setattr(held, "prepare", lambda *dtypes: asked.append(dtypes))
+    for dtype, device in ((torch.float32, "cpu"), (torch.bfloat16, "cpu"), (torch.float32, "cuda")):
+        checkpoint = MemoryCheckpoint(tiny_model(family))
+        span_prices(checkpoint, dtype, device)
         checkpoint.close()
+    assert asked == ([FLOAT32, BFLOAT16] if compiles else [])
 
 
 # ---------------------------------------------------------------- the numbers
@@ -146,12 +149,29 @@ def test_the_numbers_are_those_of_transformers_in_float32(
         assert (run(model, ids, steps, fused=False) - right).abs().max() <= limit, steps
 
 
+def test_the_last_layer_of_a_widened_prompt_goes_on_with_what_is_wanted() -> None:
+    """None in the first piece, one in the second: keys and values of the others are there."""
+    theirs = rounded(tiny_model("qwen3"))
+    checkpoint = MemoryCheckpoint(theirs, torch.bfloat16)
+    model = load_span(checkpoint, WHOLE, torch.float32)
+    checkpoint.close()
+    ids, cache = torch.arange(90) % model.vocab, model.new_cache(90)
+    with torch.inference_mode():
+        right = theirs(ids[None]).logits[0]
+    for position, tokens, wanted in ((0, 70, 0), (70, 19, 1), (89, 1, 1)):
+        step = PackedStep(model.span, [Row(cache, position, tokens, wanted)], ids=ids[position : position + tokens])
+        logits = model.forward(step).logits
+        if wanted:
+            assert logits is not None and logits.shape == (1, model.vocab)
+            assert (logits[0] - right[position + tokens - 1]).abs().max() <= 1e-5 * right.abs().max()
+
+
 def test_a_model_whose_layers_dont_match_after_all_is_right_and_says_that_it_is_slow(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     theirs = rounded(tiny_model("llama"))
     checkpoint = MemoryCheckpoint(theirs, torch.bfloat16)
-    assert span_prices(checkpoint, torch.float32).matrices == torch.bfloat16
+    assert span_prices(checkpoint, torch.float32).weight_dtype == torch.bfloat16
     monkeypatch.setattr("peer.model.fuse", lambda _: None)
     with caplog.at_level(logging.WARNING):
         model = load_span(checkpoint, WHOLE, torch.float32)
@@ -189,7 +209,3 @@ def test_only_what_is_narrower_and_known_is_read_otherwise() -> None:
     assert [type(one) for one in made.values()] == [nn.Linear, WideningLinear, Scaled]
     widen_as_read(made, torch.bfloat16)
     assert type(made["wide"]) is nn.Linear  # routers are wider than the rest
-
-
-def test_the_loops_for_both_dtypes_are_one_module() -> None:
-    assert prepare(*reversed(WIDENED)) is prepare(torch.float32) is not None

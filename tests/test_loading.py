@@ -27,8 +27,8 @@ Tensors = dict[str, tuple[str, tuple[int, ...]]]  # name -> safetensors' dtype, 
 
 
 class Case(NamedTuple):
-    """config: of transformers; in a GGUF file (is_gguf) its metadata, after the architecture's name. kept: matrices stay
-    in the bfloat16 that they are published in."""
+    """config: of transformers; in a GGUF file (is_gguf) its metadata, after the architecture's name. kept: matrices
+    stay in the bfloat16 that they are published in."""
 
     config: dict[str, Any]
     tensors: Tensors

@@ -6,7 +6,8 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING
 
-from peer.measure import check_it_runs
+from peer.compiled import MOST_TOKENS, WITHOUT_AMX
+from peer.measure import TRIAL_TOKENS, check_it_runs
 from routing.spans import Span
 from swarm.errors import BrokenModel
 from tests.tiny import COMMON, loaded, random_model, tiny_model
@@ -27,6 +28,19 @@ def test_weights_that_are_no_numbers_are_told(span: Span) -> None:
     model.model.layers[span.start].mlp.down_proj.weight.data[3, 5] = torch.nan
     with pytest.raises(BrokenModel, match=f"layers {span} give nothing that is a number for any of 4 tokens"):
         check_it_runs(loaded(model, span))
+
+
+@pytest.mark.parametrize("span", [Span(0, 6), Span(5, 6)])
+def test_a_head_that_gives_no_numbers_is_told(span: Span) -> None:
+    model = tiny_model("llama")
+    model.lm_head.weight.data[90] = torch.nan
+    with pytest.raises(BrokenModel, match=f"layers {span} give nothing that is a number for any of 4 tokens"):
+        check_it_runs(loaded(model, span))
+    check_it_runs(loaded(model, Span(0, 5)))
+
+
+def test_a_trial_prefill_runs_as_long_prompts_do() -> None:
+    assert max(map(max, (MOST_TOKENS | WITHOUT_AMX).values())) < TRIAL_TOKENS
 
 
 def test_one_strange_token_is_none_of_the_others_business() -> None:

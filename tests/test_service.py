@@ -10,6 +10,7 @@ import concurrent.futures
 import logging
 import os
 import random
+import shutil
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -18,6 +19,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import safetensors.torch
+import torch
 from safetensors.numpy import load_file, save_file
 
 from peer import service as service_module
@@ -200,6 +203,22 @@ def test_memory_that_ends_while_loading_is_no_bug(
     with pytest.raises(CapacityError, match=r"memory ran out while layers 0-5 were loaded .*--memory"):
         Alone(swarm, state, model).start()
     assert entry(swarm) is None
+
+
+@pytest.mark.parametrize(("stored", "kept"), [(torch.float32, ""), (torch.bfloat16, ", kept in bfloat16 as published")])
+def test_what_stays_as_it_was_published_is_said(
+    swarm: TinySwarm, state: StateDir, model: Path, tmp_path: Path, stored: torch.dtype, kept: str
+) -> None:
+    copied = shutil.copytree(model, tmp_path / "published")
+    file = copied / "model.safetensors"
+    tensors = safetensors.torch.load_file(file)
+    safetensors.torch.save_file({name: tensor.to(stored) for name, tensor in tensors.items()}, file)
+    with Alone(swarm, state, copied) as eve:
+        (line,) = (line for line in eve.said if line.startswith("memory"))
+        assert line.endswith(f" of weights per layer{kept}")
+        assert {one.dtype for one in eve.service.engine.model.parameters() if one.ndim > 1} == {stored}
+    with Alone(swarm, state, copied, dtype="bfloat16") as eve:
+        assert not any("kept in" in line for line in eve.said)
 
 
 def test_a_failed_start_frees_its_identity_and_its_port(

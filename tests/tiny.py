@@ -33,6 +33,7 @@ COMMON: dict[str, Any] = {
 # name -> (transformers' model type, what differs from COMMON)
 TINY: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
+    "llama-biased": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "llama-tied": ("llama", {"tie_word_embeddings": True, "num_key_value_heads": 1}),
     "mistral-window": ("mistral", {"sliding_window": 6}),
     "qwen2": ("qwen2", {}),

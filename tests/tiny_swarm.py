@@ -206,7 +206,7 @@ class TinySwarm:
     def __init__(self, background: Background, home: Path) -> None:
         self._background, self._home = background, home
         self.peers: dict[str, PeerService] = {}
-        prepare(torch.float32)  # the first one in a checkout compiles, longer than a start may take
+        prepare(torch.float32, torch.float32)  # the first one in a checkout compiles, longer than a start may take
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
