@@ -404,7 +404,8 @@ def peer(
     Without --join or SWARM_JOIN it joins peers that it remembers or finds on the local network; where nobody
     answers it begins a swarm of its own. It prints the line with which another machine joins.
     """
-    from peer.service import PeerOptions, serve
+    from peer.command import serve
+    from peer.service import PeerOptions
 
     options = PeerOptions(
         model=model, join=swarm.join_addresses(join or None), host=host, port=port, announce=tuple(announce or ()),

@@ -1,7 +1,7 @@
 """A peer's life: claim -> load -> advertise -> serve -> drain.
 
-`PeerService` is the life itself, for tests and programs; `serve` is what `swarm peer` runs: the same with
-signals, progress and a terminal. What a peer decides it says in a line, with the numbers that decided it.
+`PeerService` is the life itself, for tests and programs; `command.py` runs it as `swarm peer`. What a peer decides it
+says in a line, with the numbers that decided it.
 
 A span is chosen once: after a short random delay, from what the registry shows then; it is advertised as
 loading, looked at again one spreading time later, loaded, and kept.
@@ -12,19 +12,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import gc
 import importlib
 import ipaddress
 import logging
 import os
 import random
-import signal
 import socket
-import sys
-import threading
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import swarm
 from peer.capacity import (
@@ -46,9 +41,6 @@ from peer.capacity import (
 from peer.checkpoint import Progress, no_progress
 from peer.handout import Handout
 from peer.hop import HopConfig
-from peer.local import EXIT_WITH_STDIN
-from peer.progress import terminal_progress
-from peer.threads import quiet_threads
 from routing.estimates import compute_s
 from routing.placement import Claim, NothingFits, choose_span, recheck
 from routing.spans import Span
@@ -71,8 +63,6 @@ SPREADING_S = 1.0  # in which a change reaches a small swarm (gossip's own pace:
 DRAIN_S = 25.0  # open sessions have so long to move before they are left to their clients' repair
 MOST_CHOICES = 8  # of a span while others choose too: honest peers settle sooner, and nobody keeps us choosing
 FIGURES_S = 1.0  # how often load and speed are brought up to date for the next heartbeat
-CLOSE_S = 2.0  # for sockets and threads after an interrupted start; then the process ends anyway
-INTERRUPTED = 130  # exit code
 
 
 @dataclass(frozen=True)
@@ -527,91 +517,3 @@ def own_hosts() -> list[str]:
     usable = [host for host in found if not host.is_link_local and not host.is_loopback]
     ordered = sorted(usable, key=lambda host: (host.version, host.is_private))
     return [str(host) for host in ordered] or ["127.0.0.1"]
-
-
-# ---------------------------------------------------------------- what `swarm peer` runs
-
-
-def serve(options: PeerOptions, run: Callable[[Coroutine[Any, Any, int]], int]) -> int:
-    """Be a peer until told to stop; returns the exit code. Raises SwarmError if it can't start."""
-    options.check()
-    quiet_threads()
-    if os.environ.get(EXIT_WITH_STDIN):
-        threading.Thread(target=_exit_with_stdin, daemon=True).start()
-    return run(_serve_until_told(options))
-
-
-def _exit_with_stdin() -> None:
-    """Whoever started us holds the other end; when it is gone, so are we."""
-    while os.read(0, 1):  # not sys.stdin, whose lock a thread must not hold when the interpreter ends
-        pass
-    os._exit(0)
-
-
-async def _serve_until_told(options: PeerOptions) -> int:
-    told = asyncio.Event()
-    with _signals(told):
-        service = await _started(options, told)
-        gc.freeze()  # what stays is looked through no more: torch alone would hold the loop for a quarter of a second
-        _announce(service)
-        await told.wait()
-        _say(_leaving(service.server.sessions))
-        await service.drain()
-    return 0
-
-
-async def _started(options: PeerOptions, told: asyncio.Event) -> PeerService:
-    """Bars are shown only meanwhile. Ends the process when it is told to stop before it serves."""
-    with terminal_progress() as progress:
-        service = PeerService(options, say=_say, progress=progress)
-        starting = asyncio.create_task(service.start())
-        stopping = asyncio.create_task(told.wait())
-        await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        stopping.cancel()
-        if starting.done() and not (told.is_set() and starting.exception()):
-            starting.result()
-            return service
-        starting.cancel()
-        await asyncio.wait({starting}, timeout=CLOSE_S)
-    _say("stopped before it served")
-    os._exit(INTERRUPTED)  # a thread may be amid a download or an import, and can't be told to stop
-
-
-def _leaving(sessions: int) -> str:
-    if not sessions:
-        return "leaving: nobody is served now"
-    return (
-        f"leaving: no new sessions; {count(sessions, 'open one')} may take {DRAIN_S:.0f} s to move to other peers; "
-        "Ctrl-C again to exit at once"
-    )
-
-
-def _announce(service: PeerService) -> None:
-    _say("serving until Ctrl-C; another machine joins with:")
-    print(f"swarm peer {service.model} --join {service.address}", flush=True)
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
-@contextlib.contextmanager
-def _signals(told: asyncio.Event) -> Iterator[None]:
-    """SIGINT and SIGTERM: the first asks to leave, the second leaves, whatever the loop is doing."""
-    loop = asyncio.get_running_loop()
-    asked = False
-
-    def handle(*_: object) -> None:
-        nonlocal asked
-        if asked:
-            os._exit(INTERRUPTED)
-        asked = True
-        loop.call_soon_threadsafe(told.set)  # works on Windows too
-
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    before = {number: signal.signal(number, handle) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

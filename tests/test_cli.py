@@ -27,7 +27,7 @@ import pytest
 import typer
 
 import cli
-from peer import service as service_module
+from peer import command as command_module
 from peer.hop import HopConfig
 from peer.local import free_port
 from peer.service import PeerService
@@ -615,14 +615,14 @@ def serving(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], PeerServic
     """Wait until the peer that runs in this process serves."""
     ready = threading.Event()
     found: list[PeerService] = []
-    announce = service_module._announce
+    announce = command_module._announce
 
     def told(service: PeerService) -> None:
         announce(service)
         found.append(service)
         ready.set()
 
-    monkeypatch.setattr(service_module, "_announce", told)
+    monkeypatch.setattr(command_module, "_announce", told)
 
     def wait() -> PeerService:
         assert ready.wait(WITHIN_S), "the peer didn't start"
@@ -746,9 +746,9 @@ def test_a_session_that_can_move_nowhere_holds_nobody_back_for_long(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """And who asks twice is not even kept waiting so long."""
-    monkeypatch.setattr(service_module, "DRAIN_S", 0.5)
+    monkeypatch.setattr(command_module, "DRAIN_S", 0.5)
     exits: list[int] = []
-    monkeypatch.setattr(service_module.os, "_exit", exits.append)
+    monkeypatch.setattr(command_module.os, "_exit", exits.append)
     own.start("ada", model, "0:3")
 
     def stop() -> None:
