@@ -5,7 +5,8 @@ compared are medians over rounds of the ratio within a round. The engine runs as
 scheduler, sampling, one future per step); what is left out is the network (`benchmarks/decode.py`).
 
     one session    tokens/s of one session, against `generate` of transformers, both greedy, first token left out
-    share          weight bytes per token x tokens/s, over the bandwidth at which this machine reads memory just then
+    share          weight bytes per token, as ours holds them, x tokens/s, over the bandwidth at which this machine
+                   reads memory just then
     overhead       what of a step is not the forward pass
     16 sessions    tokens/s of all together
     prefill        2,048 tokens in the chunks that a peer with all layers uses, against one forward of transformers
