@@ -11,9 +11,9 @@ needed for here (`_preprocess_mask_arguments`: "other custom attention without e
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -37,6 +37,10 @@ class Row:
     logits: int = 0
 
 
+# Queries, keys and values of new tokens -> the queries and keys to go on with.
+Watch: TypeAlias = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
 @dataclass(slots=True)
 class StepSlot:
     """The step that runs now, where the attention function and the wrappers find it."""
@@ -46,7 +50,7 @@ class StepSlot:
     hidden_out: Tensor | None = None
     wanted: Tensor | None = None  # indices of the tokens whose logits are wanted
     masks: dict[tuple[int | None, ...], Tensor] = field(default_factory=dict)
-    noted: list[Tensor] | None = None  # of a trial: the queries, keys and values that attention gets
+    watch: Watch | None = None  # of a trial: told what attention gets
 
     def clear(self) -> None:
         self.rows, self.hidden_in, self.hidden_out, self.wanted = (), None, None, None
@@ -92,8 +96,8 @@ def attend_rows(
 
     asking: how many of each row's tokens, its last ones, have a query (None: all have).
     """
-    if slot.noted is not None:
-        slot.noted += (query, key, value)
+    if slot.watch is not None:
+        query, key = slot.watch(query, key, value)
     attend = _attend_plain if softcap is None and s_aux is None else _attend_special
     outputs, start, asked = list[Tensor](), 0, 0
     for row, queries in zip(slot.rows, asking or [row.tokens for row in slot.rows], strict=True):

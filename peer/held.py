@@ -85,7 +85,7 @@ def _stored(checkpoint: Checkpoint, plan: Outline, sources: Mapping[str, Sequenc
 def can_widen(config: PretrainedConfig, full: PreTrainedModel, plan: Outline) -> bool:
     """Whether models of this shape that compute in float32 on a CPU run in loops that widen bfloat16 as they read it.
 
-    Compiles them, and tries a small model once, which takes less than a second.
+    Compiles them, and tries a small model once, which takes a second at most for any real one's shape.
     """
     owners = {name.rpartition(".")[0] for name, tensor in full.state_dict().items() if tensor.ndim > 1}
     known = _has_known_layers(full, plan) and all(type(full.get_submodule(owner)) in WIDENING for owner in owners)
@@ -100,6 +100,7 @@ def _has_known_layers(full: PreTrainedModel, plan: Outline) -> bool:
 def _small_one_widens(said: Said, way: Way) -> bool:
     try:
         small, plan, weights = small_model(said.config, way)
+        small.max_position_embeddings = said.config.max_position_embeddings  # up to which it is tried
         full, span = build_full(small, torch.float32, plan.way), Span(0, len(plan.layers))
         held = held_dtypes(full, torch.float32, torch.bfloat16)
         model = assembled(full, span, plan, held, torch.float32, "cpu", lambda name, final: final.copy_(weights[name]))

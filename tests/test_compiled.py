@@ -20,7 +20,8 @@ import peer
 from peer import compiled as module
 from peer import kernels
 from peer.attention import Row
-from peer.compiled import BFLOAT16, FLOAT32, MOST_TOKENS, NEAR, NUMPY, WIDENED, compile_span, prepare
+from peer.cache import SessionCache
+from peer.compiled import BFLOAT16, FLOAT32, MOST_TOKENS, NEAR, NUMPY, WIDENED, CompiledRows, compile_span, prepare
 from peer.fused import TOLERANCE, Layer, _read
 from peer.kv import Reach
 from peer.matrix import Matrix
@@ -315,6 +316,29 @@ def test_one_wrong_number_keeps_all_on_torchs_operations(monkeypatch: pytest.Mon
     monkeypatch.setattr(module, "_numbers", wrong)
     model = whole()
     assert model.fused is not None and model.fused.compiled is None
+
+
+@pytest.mark.parametrize("part", ["norm", "rotate", "gate"])
+def test_rows_that_are_wrong_keep_all_on_torchs_operations(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Although steps of few tokens, which don't need them, are right."""
+    right = getattr(CompiledRows, part)
+    monkeypatch.setattr(CompiledRows, part, lambda self, *given: right(self, *given).mul_(1.001))
+    model = whole()
+    assert model.fused is not None and model.fused.compiled is None
+
+
+def test_what_the_loops_would_read_or_write_elsewhere_is_refused() -> None:
+    model = whole()
+    assert model.fused is not None
+    narrow = SessionCache(model.span, model.kv, 8, dtype=torch.bfloat16)
+    for rows, fault in (
+        ([Row(model.new_cache(8), 0, 2)], "3 tokens with places for 2 and rotary positions for 2"),
+        ([Row(narrow, 0, 3)], "keys and values that aren't torch.float32"),
+        ([Row(model.new_cache(8), 6, 3)], "positions 6 to 8 have no room"),
+        ([Row(model.new_cache(8), -1, 3)], "positions -1 to 1 have no room, or see what is gone"),
+    ):
+        with pytest.raises(ValueError, match=fault):
+            model.run(PackedStep(model.span, rows, ids=torch.arange(3)), model.fused)
 
 
 def test_a_machine_that_can_not_compile_says_so_once_and_serves(

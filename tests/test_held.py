@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import CONFIG_MAPPING, PreTrainedModel
 
 from peer import held, matrix
 from peer.attention import Row
@@ -20,7 +20,7 @@ from peer.matrix import Matrix, WideningLinear, widen_as_read
 from peer.model import PackedStep, SpanModel
 from peer.weights import load_span, span_prices
 from routing.spans import Span
-from tests.tiny import LAYERS, FolderCheckpoint, MemoryCheckpoint, rounded, tiny_model
+from tests.tiny import COMMON, LAYERS, FolderCheckpoint, MemoryCheckpoint, random_model, rounded, tiny_model
 
 torch.set_num_threads(1)
 WHOLE = Span(0, LAYERS)
@@ -64,6 +64,34 @@ def test_families_that_no_loop_runs_are_widened_as_they_are_loaded(family: str) 
     model = load_span(checkpoint, WHOLE, torch.float32)
     checkpoint.close()
     assert {one.dtype for one in matrices(model)} == {torch.float32}
+
+
+@pytest.mark.parametrize(("context", "kept"), [(8192, torch.bfloat16), (262144, torch.float32)])
+def test_a_family_is_tried_up_to_the_end_of_its_context(context: int, kept: torch.dtype) -> None:
+    """Ministral 3's queries grow from position 16,384 on, which only its modules know."""
+    scaling = {"rope_type": "default", "rope_theta": 1e6, "llama_4_scaling_beta": 0.1}
+    scaling |= {"original_max_position_embeddings": 16384}
+    differs = {"head_dim": 8, "rope_parameters": scaling, "max_position_embeddings": context}
+    checkpoint = MemoryCheckpoint(random_model(CONFIG_MAPPING["ministral3"](**{**COMMON, **differs})), torch.bfloat16)
+    assert span_prices(checkpoint, torch.float32).weight_dtype == kept
+    fused = load_span(checkpoint, WHOLE, torch.float32).fused
+    assert (fused is not None) == (kept == torch.bfloat16)
+    checkpoint.close()
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [100.0, 300.0, 1000.0])
+def test_large_biases_of_keys_are_no_reason_to_leave_the_loops(size: float, stored: torch.dtype) -> None:
+    """As Qwen 2.5 has them: scores are so large that float32's rounding of them moves what is seen."""
+    wide = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
+    model = random_model(CONFIG_MAPPING["qwen2"](**{**COMMON, **wide, "max_position_embeddings": 32768}))
+    for layer in model.model.layers:
+        layer.self_attn.k_proj.bias.data.normal_(0.0, size)
+        layer.self_attn.q_proj.bias.data.normal_(0.0, 20.0)
+    checkpoint = MemoryCheckpoint(model, stored)
+    fused = load_span(checkpoint, WHOLE, torch.float32).fused
+    checkpoint.close()
+    assert fused is not None and fused.compiled is not None
 
 
 @pytest.mark.parametrize(
