@@ -82,7 +82,7 @@ def _announce(service: PeerService) -> None:
 
 
 def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    print(f"{text}\n", end="", file=sys.stderr, flush=True)  # in one piece: another thread shows progress
 
 
 @contextlib.contextmanager

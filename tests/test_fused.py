@@ -7,7 +7,7 @@ import torch
 from transformers import CONFIG_MAPPING, PreTrainedModel
 
 from peer.attention import Row, StepSlot, _attend_plain
-from peer.fused import TOLERANCE, Norm, join
+from peer.fused import TOLERANCE, Norm, TorchRows, join
 from peer.kv import LayerKV, Reach
 from peer.model import PackedStep, SpanModel
 from routing.spans import Span
@@ -84,6 +84,20 @@ def test_one_wrong_number_keeps_all_on_the_modules(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("peer.compiled.prepare", lambda *_: None)
     monkeypatch.setattr("peer.fused.TorchRows.norm", lambda _, norm, x, out: out.copy_(1.001 * rms_norm(norm, x)))
     assert whole(tiny_model("llama")).fused is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("fault", ["gate", "norm", "rotate"])
+def test_large_biases_hide_no_fault(fault: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a tenth in rows: what roundings of queries and keys move is allowed, and no more."""
+    monkeypatch.setattr("peer.compiled.prepare", lambda *_: None)
+    model = tiny_model("qwen2")
+    for layer in model.model.layers:
+        layer.self_attn.k_proj.bias.data.normal_(0.0, 30.0)
+        layer.self_attn.q_proj.bias.data.normal_(0.0, 5.0)
+    right = getattr(TorchRows, fault)
+    monkeypatch.setattr(TorchRows, fault, lambda self, *given: right(self, *given).mul_(1.1))
+    assert whole(model, dtype).fused is None
 
 
 @pytest.mark.parametrize("multiplier", [0.6, 8**-0.5])
