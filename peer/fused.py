@@ -29,7 +29,6 @@ from peer.matrix import LINEAR, Matrix
 from routing.spans import Span
 
 if TYPE_CHECKING:
-    from peer.cache import SessionCache
     from peer.model import PackedStep, SpanModel
 
 LAYER_PARTS = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
@@ -214,8 +213,8 @@ class FusedSpan:
             x = self.compiled.layers(step, step.span.start - self._first, x, cos, sin)
             if self.slot.watch is not None:
                 self.slot.watch(*self.compiled.attended(len(x)))
-            return x, None if wanted is None else self.compiled.logits(x[wanted])
-        self._packed(step, x, cos, sin, wanted)
+        else:
+            self._packed(step, x, cos, sin, wanted)
         return x, None if wanted is None else self._logits(x[wanted])
 
     def _logits(self, x: Tensor) -> Tensor:
@@ -370,14 +369,14 @@ def matches(model: SpanModel, ways: list[FusedSpan]) -> bool:
     """
     last = getattr(model.config, "max_position_embeddings", None) or 0
     shifts = {0, max(0, last - sum(TRIAL_TOKENS))}
-    trials = [_Trial(model, ways, index, shift) for index in model.span for shift in shifts]
+    trials = [_LayerTrial(model, ways, index, shift) for index in model.span for shift in shifts]
     exact = model.dtype == torch.float32
     return all(trial.passes(shaken=False) or (exact and trial.passes(shaken=True)) for trial in trials)
 
 
 @dataclass(frozen=True)
-class _Trial:
-    """Of one layer. shift: added to what the tokens are told of their positions."""
+class _LayerTrial:
+    """shift: added to what the tokens are told of their positions."""
 
     model: SpanModel
     ways: list[FusedSpan]
@@ -392,7 +391,7 @@ class _Trial:
 
         model, span = self.model, Span(self.index, self.index + 1)
         generator = torch.Generator().manual_seed(self.index)
-        right_cache, shaken_cache, *caches = (model.new_cache(sum(TRIAL_TOKENS), span) for _ in (0, 1, *self.ways))
+        caches = [model.new_cache(sum(TRIAL_TOKENS), span) for _ in ("modules", "shaken", *self.ways)]
         position = 0
         for tokens in TRIAL_TOKENS:
             inputs: dict[str, Tensor] = (
@@ -401,18 +400,15 @@ class _Trial:
                 else {"hidden": torch.randn(tokens, model.width, generator=generator).to(model.dtype)}
             )
             logits = tokens if span.stop == model.layers_total else 0
-
-            def step(cache: SessionCache) -> PackedStep:
-                return PackedStep(span, [Row(cache, position, tokens, logits)], **inputs)  # noqa: B023
-
-            right = self._seen(step(right_cache), None)
+            steps = [PackedStep(span, [Row(cache, position, tokens, logits)], **inputs) for cache in caches]
+            right = self._seen(steps[0], None)
             allowed = [TOLERANCE[model.dtype] * one.norm() for one in right]
             if shaken:
-                moved = self._seen(step(shaken_cache), None, generator)
+                moved = self._seen(steps[1], None, generator)
                 more = [(one - other).norm() for one, other in zip(right, moved, strict=True)]
                 allowed = [limit + further for limit, further in zip(allowed, more, strict=True)]
             try:
-                made = [self._seen(step(cache), way) for cache, way in zip(caches, self.ways, strict=True)]
+                made = [self._seen(step, way) for step, way in zip(steps[2:], self.ways, strict=True)]
             except UNLIKE:
                 return False
             for ours in made:
