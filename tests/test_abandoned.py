@@ -61,6 +61,10 @@ class Held:
 
     @staticmethod
     def by(peer: TinySwarm) -> Held:
+        async def idle() -> None:
+            await peer.peers["ada"].engine.call(lambda: None)
+
+        peer.run(idle())  # a step that was running when its session went has ended
         gc.collect()
         tasks, timers = peer.call(lambda: (len(asyncio.all_tasks(peer.loop)), _timers(peer.loop)))
         kinds = (SessionCache, HopRun, Outbound)
